@@ -1,126 +1,290 @@
-"""Final losses of the compressed optimizers next to their uncompressed parents: digits, several seeds, fp16, bf16 and fp32.
+"""Final losses of the compressed optimizers next to their uncompressed parents, over several seeds, in parts.
 
-    torchrun --nproc-per-node 2 benchmarks/onebit_convergence.py [--seeds 5] [--epochs 10] [--precision fp16 bf16 fp32] [--json FILE]
+    python benchmarks/onebit_convergence.py [--job digits chars] [--optimizer NAME ...] [--precision fp16 bf16 fp32] [--ranks 2 4] [--seeds 5]
+        [--device cpu] [--record FILE]
+    python benchmarks/onebit_convergence.py --table [--record FILE]
 
-A network of 2,410 parameters (64 inputs, 32 hidden units, 10 classes), because 16-bit products are slow on most CPUs, in the Engine with
-backend="ddp". The parent of 1-bit Adam and 0/1 Adam is `OneBitAdam` that is never frozen, which is Adam without bias correction, and
-that of 1-bit LAMB an unfrozen `OneBitLamb`. All rows of a seed have the same weights and batches. 1-bit optimizers freeze at 20 % of the
-steps, 0/1 Adam at half of them, with local steps of up to 4. The loss is that of all training examples in fp32 after the last step.
+Every run appends a line of JSON to the record, and runs that are in it already are not repeated, so parts can be run at different times.
+`--table` compares what the record has. Ranks are gloo processes of this machine; with `--device cuda` they share its first GPU.
 
-A row is within seed noise if the mean difference to its parent, seed by seed, is at most twice its standard error, or at most the
-standard deviation of the parent's losses over seeds.
+    digits   a network of 2,410 parameters (64 inputs, 32 hidden units, 10 classes) on the embedded digits, 10 epochs
+    chars    a transformer over characters (2 blocks of width 32, context 32) on the English of Python's `pydoc_data.topics`, 300 steps
+
+Models are small because 16-bit products are slow on most CPUs. Parents are `OneBitAdam` and `OneBitLamb` that are never frozen: Adam without bias
+correction, and LAMB. All optimizers of a seed start with the same weights and train the same batches, 64 examples over all ranks, with a linear warm-up
+over 10 % of the steps and a linear decay. The 1-bit optimizers freeze after 20 % of the steps, 0/1 Adam after half of them, with local steps of up to 4. The loss is
+that of a fixed set of examples in fp32 after the last step, with the weights of rank 0.
+
+A difference is within seed noise if its mean over seeds, pair by pair, is at most twice its standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import logging
+import os
+import platform
+import socket
 import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep import Engine
 from halfstep.jobs.data import DigitsLoader
 from halfstep.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-BATCH, BETAS, NEVER = 64, (0.9, 0.99), 10**9
+BATCH, BETAS, NEVER = 64, (0.9, 0.99), 10**9  # the batch is that of all ranks
+EPOCHS, STEPS, CONTEXT, WIDTH = 10, 300, 32, 32
 PARENTS = {"1-bit Adam": "Adam", "0/1 Adam": "Adam", "1-bit LAMB": "LAMB"}
+Batch = tuple[Tensor, Tensor]
 
 
-def _optimizer(name: str, params: Any, total: int) -> Any:
-    common: dict[str, Any] = {"betas": BETAS, "allow_unverified": True}
-    if name in {"Adam", "1-bit Adam"}:
-        return OneBitAdam(params, lr=5e-3, freeze_step=NEVER if name == "Adam" else total // 5, **common)
-    if name in {"LAMB", "1-bit LAMB"}:
-        return OneBitLamb(params, lr=2e-2, freeze_step=NEVER if name == "LAMB" else total // 5, **common)
-    schedule = {
-        "var_freeze_step": total // 2,
-        "var_update_scaler": 16,
-        "local_step_scaler": 20,
-        "local_step_clipper": 4,
-    }
-    return ZeroOneAdam(params, lr=5e-3, **schedule, **common)
+class Digits:
+    """The embedded digits and a small network."""
+
+    rates = {"Adam": 5e-3, "LAMB": 2e-2}  # noqa: RUF012 - a constant
+
+    def model(self) -> nn.Module:
+        """A network with one hidden layer."""
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Those of this rank, epoch after epoch."""
+        for epoch in range(EPOCHS):
+            yield from self._loader("train", dist.get_rank(), dist.get_world_size(), seed=seed, epoch=epoch)
+
+    def num_steps(self) -> int:
+        """Of all epochs."""
+        return EPOCHS * len(self._loader("train", dist.get_rank(), dist.get_world_size()))
+
+    def examples(self) -> Batch:
+        """All training examples."""
+        inputs, labels = zip(*self._loader("train", 0, 1), strict=True)
+        return torch.cat(inputs), torch.cat(labels)
+
+    def _loader(self, split: str, rank: int, world_size: int, **order: int) -> DigitsLoader:
+        return DigitsLoader(split, BATCH // world_size, rank=rank, world_size=world_size, **order)
 
 
-def _loader(split: str, seed: int = 0, epoch: int = 0, *, whole: bool = False) -> DigitsLoader:
-    place = {} if whole else {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    return DigitsLoader(split, BATCH // place.get("world_size", 1), seed=seed, epoch=epoch, **place)
+class Chars:
+    """The next character of an English text, by a small transformer."""
+
+    rates = {"Adam": 3e-3, "LAMB": 1e-2}  # noqa: RUF012 - a constant
+
+    def __init__(self) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        self._alphabet = sorted(set(text))
+        index = {char: i for i, char in enumerate(self._alphabet)}
+        self._text = torch.tensor([index[char] for char in text])
+
+    def model(self) -> nn.Module:
+        """Two blocks with causal attention."""
+        return _Transformer(len(self._alphabet))
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Windows at random places; every rank has its own part of the batch."""
+        source, size = torch.Generator().manual_seed(seed), BATCH // dist.get_world_size()
+        for _ in range(STEPS):
+            starts = torch.randint(len(self._text) - CONTEXT - 1, (BATCH,), generator=source)
+            yield self._windows(starts[dist.get_rank() * size :][:size])
+
+    def num_steps(self) -> int:
+        """A fixed number."""
+        return STEPS
+
+    def examples(self) -> Batch:
+        """512 windows, the same for all seeds."""
+        return self._windows(
+            torch.randint(len(self._text) - CONTEXT - 1, (512,), generator=torch.Generator().manual_seed(-1))
+        )
+
+    def _windows(self, starts: Tensor) -> Batch:
+        places = starts.unsqueeze(1) + torch.arange(CONTEXT)
+        return self._text[places], self._text[places + 1]
 
 
-def train(name: str, precision: str, seed: int, epochs: int) -> dict[str, float]:
-    """One run; its final losses and accuracy."""
+class _Transformer(nn.Module):
+    def __init__(self, num_chars: int) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(num_chars, WIDTH), nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, 2, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(2)
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_chars)
+
+    def forward(self, chars: Tensor) -> Tensor:
+        """The logits of every next character."""
+        x = self.embedding(chars) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+JOBS: dict[str, Any] = {"digits": Digits, "chars": Chars}
+
+
+def _optimizer(name: str, params: Any, rates: dict[str, float], total: int) -> Any:
+    common: dict[str, Any] = {"betas": BETAS, "allow_unverified": True, "lr": rates[PARENTS.get(name, name)]}
+    if name == "0/1 Adam":
+        schedule = {
+            "var_freeze_step": total // 2,
+            "var_update_scaler": 16,
+            "local_step_scaler": 20,
+            "local_step_clipper": 4,
+        }
+        return ZeroOneAdam(params, **schedule, **common)
+    kind = OneBitAdam if PARENTS.get(name, name) == "Adam" else OneBitLamb
+    return kind(params, freeze_step=total // 5 if name in PARENTS else NEVER, **common)
+
+
+def train(job: Any, name: str, precision: str, seed: int, device: str) -> dict[str, float]:
+    """One run: its final loss and accuracy, and how often gradients were reduced densely."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
-    total = epochs * len(_loader("train", seed))
-    optimizer = _optimizer(name, model.parameters(), total)
+    model, total = job.model().to(device), job.num_steps()
+    optimizer = _optimizer(name, model.parameters(), job.rates, total)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (total / 10), max(0.01, 1 - step / total))
     )
     with Engine(model, optimizer, precision, backend="ddp", max_norm=1.0, scheduler=scheduler) as engine:
-        for epoch in range(epochs):
-            for x, y in _loader("train", seed, epoch):
-                with engine.forward():
-                    loss = F.cross_entropy(model(x).float(), y)
-                engine.backward(loss)
-                engine.step()
+        skips = 0
+        for x, y in job.batches(seed):
+            with engine.forward():
+                loss = F.cross_entropy(model(x.to(device)).flatten(0, -2).float(), y.flatten().to(device))
+            engine.backward(loss)
+            skips += engine.step().skipped
         dense = engine.backend.reductions.count  # type: ignore[attr-defined]
-    result = {"dense": float(dense)}
+    x, y = job.examples()
     with torch.no_grad():
-        for split in ("train", "val"):
-            batches = [(model(x), y) for x, y in _loader(split, whole=True)]
-            logits, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-            result[f"{split} loss"] = F.cross_entropy(logits, labels).item()
-            result[f"{split} accuracy"] = (logits.argmax(-1) == labels).float().mean().item()
-    return result
+        logits = model.eval()(x.to(device)).flatten(0, -2).float().cpu()
+    accuracy = (logits.argmax(-1) == y.flatten()).float().mean().item()
+    return {
+        "loss": F.cross_entropy(logits, y.flatten()).item(),
+        "accuracy": accuracy,
+        "dense": dense,
+        "steps": total,
+        "skips": skips,
+    }
 
 
-def verdict(own: list[float], parent: list[float]) -> tuple[float, float, bool]:
-    """The mean difference, its standard error, and whether that is within seed noise."""
-    differences = [a - b for a, b in zip(own, parent, strict=True)]
+# --- the record ---------------------------------------------------------------------------------------------------------
+
+
+def read_record(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The runs of a record by job, precision, number of ranks, optimizer and seed."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    runs = [json.loads(line) for line in lines]
+    return {(run["job"], run["precision"], run["ranks"], run["optimizer"], run["seed"]): run for run in runs}
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Train on this rank what the record lacks; rank 0 appends to it."""
+    logging.getLogger("halfstep").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=600))
+    known = [read_record(args.record)]
+    dist.broadcast_object_list(known)  # rank 0 may write before another rank reads
+    names = dict.fromkeys(each for name in args.optimizer for each in (PARENTS.get(name, name), name))
+    place = {
+        "machine": f"{platform.machine()}, {args.device}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for job_name in args.job:
+        job = JOBS[job_name]()
+        for precision in args.precision:
+            for seed in range(args.seeds):
+                for name in names:
+                    key = (job_name, precision, dist.get_world_size(), name, seed)
+                    if key in known[0]:
+                        continue
+                    run = dict(zip(("job", "precision", "ranks", "optimizer", "seed"), key, strict=True))
+                    run |= train(job, name, precision, seed, args.device) | place
+                    if dist.get_rank() == 0:
+                        with args.record.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps(run) + "\n")
+    dist.destroy_process_group()
+
+
+def launch(num_ranks: int) -> None:
+    """Start this program on so many ranks with the same arguments."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *sys.argv, "--is-rank"]
+    ranks = [subprocess.Popen(command, env=os.environ | address | {"RANK": str(rank)}) for rank in range(num_ranks)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"A rank failed: exit codes {codes}.")
+
+
+def table(record: dict[tuple[Any, ...], dict[str, Any]]) -> str:
+    """Means over the seeds of each optimizer, and the difference to its parent over the seeds that both have."""
+    lines = [
+        "| job | precision | ranks | optimizer | seeds | loss | accuracy | dense steps | difference to parent | within 2 standard errors |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for job, precision, ranks, name in dict.fromkeys(key[:4] for key in sorted(record)):
+        runs = {key[4]: run for key, run in record.items() if key[:4] == (job, precision, ranks, name)}
+        losses = [run["loss"] for run in runs.values()]
+        spread = f" +- {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        accuracy = 100 * statistics.mean(run["accuracy"] for run in runs.values())
+        some = next(iter(runs.values()))
+        line = f"| {job} | {precision} | {ranks} | {name} | {len(runs)} | {statistics.mean(losses):.4f}{spread} | {accuracy:.1f} % | "
+        line += f"{some['dense']} of {some['steps']} | "
+        parents = [(job, precision, ranks, PARENTS.get(name), seed) for seed in runs]
+        pairs = [(runs[key[4]]["loss"], record[key]["loss"]) for key in parents if key in record]
+        lines.append(line + (_verdict([own - parent for own, parent in pairs]) if len(pairs) > 1 else "- | - |"))
+    return "\n".join(lines)
+
+
+def _verdict(differences: list[float]) -> str:
     mean, error = statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, error, mean <= max(2 * error, statistics.stdev(parent))
+    verdict = "yes" if abs(mean) <= 2 * error else "no, lower" if mean < 0 else "no, higher"
+    return f"{mean:+.4f} +- {error:.4f} | {verdict} |"
 
 
 def main() -> None:
-    """Train all rows and print a table on rank 0."""
+    """Start the ranks, or print the table; with --is-rank, be one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--job", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--optimizer", nargs="+", choices=PARENTS, default=list(PARENTS))
     parser.add_argument("--precision", nargs="+", default=["fp16", "bf16", "fp32"])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--record", type=Path, default=Path("onebit_convergence.jsonl"))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    logging.getLogger("halfstep").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows: list[dict[str, Any]] = []
-    for precision in args.precision:
-        found = {
-            name: [train(name, precision, seed, args.epochs) for seed in range(args.seeds)]
-            for name in ("Adam", "1-bit Adam", "0/1 Adam", "LAMB", "1-bit LAMB")
-        }
-        for name, runs in found.items():
-            losses = [run["train loss"] for run in runs]
-            row = {"precision": precision, "ranks": dist.get_world_size(), "row": name, "runs": runs}
-            line = f"| {precision} | {dist.get_world_size()} | {name} | {statistics.mean(losses):.4f} +- {statistics.stdev(losses):.4f} | "
-            line += f"{100 * statistics.mean(run['val accuracy'] for run in runs):.2f} % | "
-            if name in PARENTS:
-                mean, error, within = verdict(losses, [run["train loss"] for run in found[PARENTS[name]]])
-                row |= {"difference": mean, "error": error, "within": within}
-                line += f"{mean:+.4f} +- {error:.4f} | {'yes' if within else 'no'} |"
-            else:
-                line += "- | - |"
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(line, flush=True)
-    if dist.get_rank() == 0 and args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    dist.destroy_process_group()
+    if args.is_rank:
+        run_rank(args)
+        return
+    if not args.table:
+        for num_ranks in args.ranks:
+            launch(num_ranks)
+    print(table(read_record(args.record)))
 
 
 if __name__ == "__main__":

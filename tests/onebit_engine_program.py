@@ -1,7 +1,9 @@
 """The compressed optimizers in an Engine on real gloo ranks, run by tests/engine/test_exchange.py; arguments: a folder, then cases."""
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -73,6 +75,7 @@ def dense_reductions():
             "dense": run.engine.backend.reductions.count,
             "last": run.optimizer.wire.sent_bytes - before,
             "same": same(hashed(*run.weights)) or not run.optimizer.synchronized,
+            "synchronized": run.optimizer.synchronized,
             "truth": dict(run.engine.truth().rows),
             "waived": list(run.engine.truth().waived_guarantees),
         }
@@ -194,6 +197,12 @@ def rejections():
         settings={"allow_unverified": True},
         backend="single",
     )
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    untouched = nn.Linear(2, 2)
+    try:
+        Engine(untouched, OneBitAdam(untouched.parameters(), process_group=alone), "fp16-lean", backend="ddp")
+    except SettingError as error:
+        texts["group"] = f"{error} {untouched.weight.dtype}"
     try:
         Run(settings={"freeze_step": 4 + dist.get_rank()})
     except Exception as error:
@@ -233,23 +242,37 @@ def resume():
 
 @slow_case
 def killed():
-    """Save, then end at once as a killed process does: nothing is closed."""
-    run = Run("zero_one", "fp16-lean")
-    run.train(0, 11)
-    run.engine.save(FOLDER / "killed")
-    dist.barrier()
-    print('{"case": "killed"}', flush=True)
-    os._exit(0)
+    """Save in the compressed stage and train on; then all ranks get a SIGKILL with a window open."""
+    runs = {kind: Run(kind, "fp16-lean") for kind in KINDS}
+    for kind, run in runs.items():
+        run.train(0, 11)
+        run.engine.save(FOLDER / f"killed-{kind}")
+        run.train(11, 13)
+        with run.engine.forward():
+            loss = run.model(run.data(13)[0]).float().sum()
+        run.engine.backward(loss)
+    (FOLDER / f"ready{dist.get_rank()}").touch()
+    while len(list(FOLDER.glob("ready*"))) < dist.get_world_size():  # no rank may be in a collective of another
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @slow_case
 def after_kill():
-    """The resumed run next to one that was never interrupted."""
-    again, whole = Run("zero_one", "fp16-lean"), Run("zero_one", "fp16-lean")
-    again.engine.load(FOLDER / "killed")
-    again.train(11, 20)
-    whole.train(0, 20)
-    return {"equal": everything(again.engine) == everything(whole.engine)}
+    """The resumed runs next to those that were never interrupted."""
+    report = {}
+    for kind in KINDS:
+        again, whole = Run(kind, "fp16-lean"), Run(kind, "fp16-lean")
+        again.engine.load(FOLDER / f"killed-{kind}")
+        frozen = again.optimizer.schedule.frozen
+        errors = sum(float(s["worker_error"].abs().sum()) for s in again.optimizer.state.values())
+        again.train(11, 20)
+        whole.train(0, 20)
+        equal = everything(again.engine) == everything(whole.engine)
+        schedules = again.optimizer.schedule == whole.optimizer.schedule
+        report[kind] = {"frozen": frozen, "errors": errors > 0, "equal": equal, "schedules": schedules}
+        again.engine.close(), whole.engine.close()
+    return {"kinds": report}
 
 
 @slow_case

@@ -102,10 +102,17 @@ class DataParallel(Replicas):
         """Remember the Engine's settings; `prepare` compares them with those of the other ranks."""
         self._settings = {key: str(value) for key, value in settings.items()}
 
+    def group_of(self, model: nn.Module) -> Any:
+        """The group of a wrapper, else that of all ranks; None without torch.distributed, which `check` rejects."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        wrapper = find_ddp(model)
+        return dist.group.WORLD if wrapper is None else wrapper.process_group
+
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Compare the ranks, give all of them the parameters and buffers of rank 0, and start to reduce."""
         module, wrapper = super().prepare(model, optimizers), find_ddp(model)
-        group = dist.group.WORLD if wrapper is None else wrapper.process_group
+        group = self.group_of(model)
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._context = replace(

@@ -204,6 +204,7 @@ def prepare_module(
                 backend=backend.name,
                 sharded=backend.shards or backend.owns_optimizers,
                 num_ranks=backend.context().world_size,
+                group=backend.group_of(root),
                 release=bool(options.get("gradient_release")),
             )
         check_module(backend, root, policy)

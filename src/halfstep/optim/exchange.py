@@ -48,8 +48,8 @@ class Exchanging(LeanOptimizer):
         """With how many ranks it exchanges values, this one included."""
 
     @abstractmethod
-    def check_place(self, compute: str) -> None:
-        """Raise for a format that it cannot train in, before anything is changed."""
+    def check_place(self, group: Any, compute: str) -> None:
+        """Raise for a process group (None: alone) or a format that it cannot train in, before anything is changed."""
 
     @abstractmethod
     def join(self, group: Any, compute: str) -> contextlib.AbstractContextManager[None]:
@@ -78,8 +78,15 @@ def exchanging_of(optimizers: Sequence[torch.optim.Optimizer]) -> Exchanging | N
 
 
 def check_exchange(
-    optimizers: Sequence[torch.optim.Optimizer], compute: str, *, backend: str, sharded: bool, num_ranks: int, release: bool
-) -> None:  # fmt: skip
+    optimizers: Sequence[torch.optim.Optimizer],
+    compute: str,
+    *,
+    backend: str,
+    sharded: bool,
+    num_ranks: int,
+    group: Any,  # of the backend; None for one process
+    release: bool,
+) -> None:
     """Raise where an optimizer that exchanges values by itself cannot be used in an Engine; nothing is changed."""
     optimizer = exchanging_of(optimizers)
     if optimizer is None:
@@ -110,7 +117,7 @@ def check_exchange(
             f"{name} is between two synchronizations, when each rank has its own weights, and the Engine starts with those of rank 0. Build "
             "it after a synchronization (optimizer.synchronized), or restore the run with engine.load."
         )
-    optimizer.check_place(_format(compute))
+    optimizer.check_place(group, _format(compute))
 
 
 def join_ranks(

@@ -66,7 +66,8 @@ def _is_fast(device: torch.device) -> bool:
 
 def _pack_on_cpu(values: Tensor) -> Tensor:
     bits = (values.reshape(-1) >= 0).view(torch.int64)
-    return (bits * _GATHER >> 56).bitwise_and_(255).to(torch.uint8)
+    packed: Tensor = (bits * _GATHER >> 56).bitwise_and_(255).to(torch.uint8)
+    return packed
 
 
 def _unpack_on_cpu(packed: Tensor) -> Tensor:

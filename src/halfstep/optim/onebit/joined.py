@@ -55,8 +55,15 @@ class JoinedOptimizer(Exchanging):
         """Bring the schedule up to date with the steps whose flag has been computed."""
         raise NotImplementedError
 
-    def check_place(self, compute: str) -> None:
-        """Raise where convergence is not verified, and for another `compute` than the Engine's."""
+    def check_place(self, group: Any, compute: str) -> None:
+        """Raise where convergence is not verified, and for another process group or `compute` than the Engine's."""
+        if group is not None and self.process_group is not None:
+            own, others = dist.get_process_group_ranks(self.process_group), dist.get_process_group_ranks(group)
+            if own != others:
+                raise SettingError(
+                    f"{type(self).__name__} has a process_group with the ranks {own}, and the Engine trains on {others}. Leave "
+                    "process_group out."
+                )
         if self.compute not in {None, compute}:
             raise SettingError(
                 f"{type(self).__name__}(compute={self.compute!r}), and the Engine computes in {compute}. Leave compute out: the Engine sets it."
@@ -69,12 +76,6 @@ class JoinedOptimizer(Exchanging):
         """Exchange values in this process group until the context ends; the caller averages dense gradients and agrees on the flag."""
         before = (self.process_group, self.local_gradients, self.compute)
         if group is not None:
-            own = self.process_group
-            if own is not None and dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):
-                raise SettingError(
-                    f"{type(self).__name__} has a process_group with the ranks {dist.get_process_group_ranks(own)}, and the Engine trains on "
-                    f"{dist.get_process_group_ranks(group)}. Leave process_group out."
-                )
             self.process_group, self.local_gradients, self._wire = group, False, None
         self.compute = compute
         try:
@@ -99,6 +100,11 @@ class JoinedOptimizer(Exchanging):
                 f"{bytes_text(dense)} in a dense step (fp32), {bytes_text(compressed)} in a compressed one"
             )
             rows["clipping norm"] = "that of the mean over ranks in dense steps, of this rank's gradients in all others"
+            if self.weights_differ:
+                now = "are" if self.synchronized else "are not"
+                rows["weights over ranks"] = (
+                    f"{now} the same on all ranks now; each rank has its own between two synchronizations, and evaluates them"
+                )
             rows["compression errors"] = (
                 f"{bytes_text(self._error_bytes())} on this rank (4 + 4 / {self.num_ranks} bytes per compressed parameter)"
             )
