@@ -12,9 +12,10 @@ Every run appends a line of JSON to the record, and runs that are in it already 
 
 Models are small because 16-bit products are slow on most CPUs. Parents are `OneBitAdam` and `OneBitLamb` that are never frozen: Adam without bias
 correction, and LAMB. All optimizers of a seed start with the same weights and train the same batches, 64 examples over all ranks, with a linear warm-up
-over 10 % of the steps and a linear decay. beta2 is 0.95, so that the variance has settled when it is frozen: after 20 % of the steps in 1-bit Adam,
-40 % in 1-bit LAMB, whose frozen coefficients set the learning rate of the rest of the run, and 50 % in 0/1 Adam, with local steps of up to 4 after
-that. The loss is that of a fixed set of examples in fp32 after the last step, with the weights of rank 0.
+over 10 % of the steps and a linear decay. beta2 is 0.95. The variance is frozen after 20 % of the steps in 1-bit Adam, 40 % in 1-bit LAMB and 50 % in
+0/1 Adam, which has local steps of up to 4 after that. The first version had beta2 0.99 and froze LAMB at 20 %; it was changed after its result had been
+seen. The result depends on both: the record in benchmarks/results/ lists all settings that were tried. The loss is that of a fixed set of
+examples in fp32 after the last step, with the weights of rank 0.
 
 A difference is within seed noise if its mean over seeds, pair by pair, is at most twice its standard error.
 """

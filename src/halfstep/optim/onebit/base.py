@@ -132,10 +132,8 @@ class OneBitOptimizer(JoinedOptimizer):
             self.schedule = replace(self.schedule, step=1)
             return True
         skip = self._agreed_flag()
-        if (
-            skip is not None and skip.device.type == "cpu"
-        ):  # known here, and the same on all ranks: a skip sends nothing
-            if skip.item():
+        if skip is not None and skip.device.type == "cpu":
+            if skip.item():  # known here, and the same on all ranks: a skipped step sends nothing
                 return True
             skip = None
         self.step_all(members, self._gradients(members), skip)
