@@ -24,6 +24,7 @@ from halfstep.jobs.data.loader import mix
 from halfstep.jobs.job import Job
 from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.optimizer import replace_optimizer
 from halfstep.train.sharded import build_on_rank_0, shard_model
 
 __all__ = ["batch_per_rank", "build_engine", "resolve_backend", "run_context", "seed_rank"]
@@ -81,6 +82,8 @@ def build_engine(
     if shards:
         backend = shard_model(model, job, run, policy)
     optimizer = job.call("optimizer", run, model=model)
+    if config.optimizer is not None:
+        optimizer = replace_optimizer(config.optimizer, optimizer)
     engine = Engine(
         model,
         optimizer,
