@@ -11,9 +11,10 @@ from trl import SFTConfig, SFTTrainer
 import halfstep.integrations.transformers  # halfstep
 
 letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz "]
-words = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>"))
+names = dict(zip(["pad_token", "eos_token", "unk_token"], letters, strict=False))
+words = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=letters[2]))
 words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
