@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.backends import deepspeed_backend
 from halfstep.backends.deepspeed import compare_gradients, describe_engine
+from halfstep.backends.deepspeed.blocks import build_scheduler
 from halfstep.backends.deepspeed.selftest import LIMIT
 from halfstep.errors import HalfstepError, SettingError
 from rank_cases import case, everything, run_cases, same
@@ -452,8 +453,11 @@ def rejections():
     attempt("release", lambda: build(2, "fp32", gradient_release=True))
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     attempt("offload", lambda: build(2, "fp32", backend=deepspeed_backend(offload)))
-    attempt("clipping", lambda: build(2, "fp32", backend=deepspeed_backend({"gradient_clipping": 1.0}), max_norm=2.0))
-    attempt("precision", lambda: build(2, "fp32", backend=deepspeed_backend({"fp16": {"enabled": True}})))
+    attempt(
+        "clipping",
+        lambda: build(2, "fp32", backend=deepspeed_backend({"gradient_clipping": 1.0}, stage=2), max_norm=2.0),
+    )
+    attempt("precision", lambda: build(2, "fp32", backend=deepspeed_backend({"fp16": {"enabled": True}}, stage=2)))
     with build(2, "fp32") as engine:
         with engine.forward():
             loss = engine.model(batches(1)[0][0]).pow(2).mean()
@@ -568,7 +572,7 @@ def bare_factors():
         comparison = drive(engine, 4, dtype=dtype, size=1e-3 if "torch_autocast" in config else 1.0)
         ratios[name] = [None if step is None else step.ratio for step in comparison.steps]
         report = describe_engine(engine)
-        faults[name] = [fault.partition(":")[0] for fault in report.faults]
+        faults[name] = [fault.id for fault in report.faults]
         assert str(report)
         assert "step" not in vars(engine), "the wrapped methods are still there"
         assert "backward" not in vars(engine)
@@ -634,6 +638,42 @@ def endless_skips():
     with build(2, "fp16", scaler=halfstep.LossScaler(init_scale=2.0**16, hysteresis=1)) as ours:
         applied["halfstep"] = [not o["skipped"] for o in advance(ours, batches(8))]
     return {"applied": applied, "message": message}
+
+
+SCHEDULES = [
+    ("WarmupLR", {"warmup_num_steps": 8, "warmup_min_lr": 0.01}),
+    ("WarmupLR", {"warmup_num_steps": 8, "warmup_max_lr": 0.3, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 20, "warmup_max_lr": 0.2, "warmup_min_lr": 0.02}),
+    ("WarmupDecayLR", {"warmup_num_steps": 1, "total_num_steps": 25}),
+    (
+        "WarmupCosineLR",
+        {"warmup_num_steps": 6, "total_num_steps": 24, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
+    ),
+    ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 10, "cos_min_ratio": 0.05}),
+]
+
+
+@case
+def schedules():
+    """The rate of every update, past the end of each schedule: DeepSpeed's classes, and those built from its configuration."""
+    classes, far = importlib.import_module("deepspeed.runtime.lr_schedules"), []
+    for name, settings in SCHEDULES:
+        rates = []
+        for build_one in (
+            lambda optimizer, name=name, settings=settings: getattr(classes, name)(optimizer, **settings),
+            lambda optimizer, name=name, settings=settings: build_scheduler(
+                {"type": name, "params": settings}, optimizer
+            ),
+        ):
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+            scheduler = build_one(optimizer)
+            rates.append([])
+            for _ in range(30):
+                rates[-1].append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+        far.append(max(abs(a - b) for a, b in zip(*rates, strict=True)))
+    return {"far": far}
 
 
 @case

@@ -22,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.backends.deepspeed.known import engine_faults
+from halfstep.backends.deepspeed.library import version
 from halfstep.backends.deepspeed.partition import Partition, numel_of, shape_of
 from halfstep.errors import HalfstepError
+from halfstep.hardware.units import few
 
 __all__ = ["LIMIT", "FirstStep", "GradientSums", "Reached", "compare", "sample"]
 
@@ -168,8 +171,10 @@ class FirstStep:
 
 
 def wrong_gradient(reached: Reached, engine: Any) -> str:
-    """The message for a gradient that is wrong."""
+    """The message for a gradient that is wrong, with the faults that this release is known to have here."""
+    known = [f"{fault.id} ({fault.when})" for fault in engine_faults(engine)]
+    cited = f"Known faults of this configuration: {few(known)}" if known else "No known fault explains it"
     return (
-        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed gave the optimizer {reached}. "
-        'Use another version of DeepSpeed (docs/deepspeed.md lists the known faults), another ZeRO stage, or backend="fsdp".'
+        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed {version()} gave the optimizer {reached}. {cited}. "
+        'Use another version of DeepSpeed (docs/deepspeed.md lists the faults by release), another ZeRO stage, or backend="fsdp".'
     )
