@@ -418,6 +418,50 @@ def checkpoints():
     return {"exact": exact, "far": far}
 
 
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def storage_bytes(tensors):
+    """The bytes of the distinct storages of tensors."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
+
+
+@case
+def stored_bytes():
+    """What this rank stores when a window is closed, and how many parameters there are, for the planner."""
+    stored = {}
+    for precision in ("fp32", "bf16-lean", "fp16-lean"):
+        for stage in (1, 2, 3):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64), nn.Linear(64, 48))
+            count = sum(p.numel() for p in model.parameters())
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            with halfstep.Engine(model, optimizer, precision, backend=zero(stage)) as engine:
+                for number in range(2):
+                    with engine.forward():
+                        loss = model(torch.randn(4, 48)).float().pow(2).mean()
+                    engine.backward(loss)
+                    if number == 0:
+                        engine.step()
+                backend, part = engine.backend, engine.backend._live()
+                window = [*part.pending(), *(p.grad for p in model.parameters() if p.grad is not None)]
+                open_bytes = storage_bytes(window)
+                del window
+                backend.reduce_gradients()
+                inner = backend.engine.optimizer.optimizer
+                states = [t for s in inner.state.values() for k, t in s.items() if k != "step"]
+                grads = [*backend.gradients().values(), *part.pending()]
+                grads += [p.grad for p in model.parameters() if p.grad is not None]
+                stored[f"{precision} {stage}"] = {
+                    "weights": storage_bytes([getattr(p, "ds_tensor", p).data for p in model.parameters()]),
+                    "gradients": max(open_bytes, storage_bytes(grads)),
+                    "master": storage_bytes(part.flats),
+                    "states": storage_bytes(states),
+                }
+                engine.reset_window()
+    return {"stored": stored, "num_params": count}
+
+
 # --- rejections -------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from halfstep.backends.deepspeed.blocks import build_optimizer, build_scheduler
 from halfstep.backends.group import open_group
 from halfstep.backends.launch import read_launch
 from halfstep.train import TrainConfig, train
@@ -42,8 +43,9 @@ FILES = {
 def settings_of(stage):
     """The precision and the fields of a run with the file of a stage."""
     zero = {"stage": stage, "reduce_bucket_size": 60}
-    path = FOLDER / f"ds-{os.environ['RANK']}-{stage}.json"
-    path.write_text(json.dumps({**COMMON, **FILES[stage], "zero_optimization": zero}))
+    path, own = FOLDER / f"ds-{stage}.json", FOLDER / f"ds-{stage}-{os.environ['RANK']}.json"
+    own.write_text(json.dumps({**COMMON, **FILES[stage], "zero_optimization": zero}))
+    own.replace(path)  # both ranks write the same
     fields, precision = settings_of_file(path, CONFIG | {"ds_config": str(path)}, None, 2)
     return precision, fields
 
@@ -52,7 +54,10 @@ def run(context, stage, out, *, resume=False, **changed):
     """What one run reports."""
     precision, fields = settings_of(stage)
     config = TrainConfig(**(fields | changed | ({} if "backend" not in changed else {"ds_config": None})))
-    job = make_job(optimizer=lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.0))
+    job = make_job(
+        optimizer=lambda params: build_optimizer(COMMON["optimizer"], params),
+        scheduler=lambda optimizer: build_scheduler(COMMON["scheduler"], optimizer),
+    )
     outcome = train(job, config, precision=precision, out=out, resume=resume, ranks=context)
     return {"steps": outcome.steps, "digest": digest(outcome), "loss": outcome.loss, "validation": outcome.validation}
 
@@ -63,9 +68,11 @@ def killed(stage, port):
     if pid:
         return os.WTERMSIG(os.waitpid(pid, 0)[1])
     os.environ |= {"MASTER_PORT": port, "FAULT": "kill:0:9,kill:1:9"}
-    with open_group(read_launch(), torch.device("cpu"), timeout_seconds=60) as context:
-        run(context, stage, FOLDER / f"killed-{stage}")
-    os._exit(0)
+    try:
+        with open_group(read_launch(), torch.device("cpu"), timeout_seconds=60) as context:
+            run(context, stage, FOLDER / f"killed-{stage}")
+    finally:
+        os._exit(1)
 
 
 def report(name, values):

@@ -14,6 +14,8 @@ from halfstep.backends.deepspeed.library import require_version
 from halfstep.backends.deepspeed.selftest import LIMIT, Reached, sample
 from halfstep.backends.deepspeed.settings import engine_config, read_config, stage_of
 from halfstep.errors import MissingError, SettingError
+from halfstep.planning.ranks.shards import Part, count_parts
+from halfstep.planning.ranks.zero import zero_bytes
 from halfstep.precision.policy import Policy
 from rank_processes import cases_of_ranks
 
@@ -138,6 +140,26 @@ def test_checkpoints_move_between_backends(ranks):
     for rank in ranks["checkpoints"]:
         for setting, far in rank["far"].items():
             assert far < (1e-3 if "lean" in setting else 1e-6), setting
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_planner_predicts_what_ranks_store(ranks):
+    """Weights, gradients, masters and states of every stage, to the padding of DeepSpeed's flat tensors."""
+    for rank in ranks["stored_bytes"]:
+        assert len(rank["stored"]) == 3 * 3
+        for setting, stored in rank["stored"].items():
+            precision, stage = setting.split()
+            policy = Policy.parse(precision)
+            size = {"fp32": 4}.get(policy.params, 2)
+            shape = (rank["num_params"],)
+            parts = [Part("weights", shape, size), Part("gradients", shape, size), Part("states", shape, 8)]
+            predicted = zero_bytes(count_parts(parts), int(stage), 2, weights=policy.params)
+            assert stored == {name: pytest.approx(num_bytes, rel=0.01) for name, num_bytes in predicted.items()}, (
+                setting
+            )
 
 
 # --- the first update -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ does not use has a gradient of 0, not none: its moments decay, and so does its w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -140,6 +141,11 @@ class DeepSpeed(Backend):
         self._ranks: ProcessRanks | None = None  # the same
         self._weight: Tensor | None = None  # of the window, once it is agreed
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What DeepSpeed got; empty before the Engine is built."""
+        return {} if self._merged is None else self._merged.config
+
     # --- once ---------------------------------------------------------------------------------------------------
 
     def adapt(self, policy: Policy) -> Policy:
@@ -181,6 +187,7 @@ class DeepSpeed(Backend):
         self._context = RunContext(self._context.device, rank, size, local_rank, process_group=group)
         if size > 1:
             settings = {key: str(value) for key, value in self._settings.items()} | {"ZeRO stage": str(self.stage)}
+            settings["DeepSpeed configuration"] = json.dumps(self._merged.config, sort_keys=True, default=str)
             described = describe_model(module) | describe_optimizers(optimizers, module)
             versions = {"torch": torch.__version__, "deepspeed": require_version()}
             compare_ranks(versions | settings | described, ProcessRanks(device=self._context.device))
