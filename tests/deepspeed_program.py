@@ -61,9 +61,9 @@ def adamw(model, **settings):
     return torch.optim.AdamW(groups, lr=1e-2, **settings)
 
 
-def zero(stage):
+def zero(stage, **settings):
     """The backend of a stage: several buckets, and at stage 3 every weight is partitioned between uses, small ones too."""
-    sizes = {"stage": stage, "reduce_bucket_size": 40}
+    sizes = {"stage": stage, "reduce_bucket_size": 40, **settings}
     return deepspeed_backend(
         {"zero_optimization": sizes | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     )
@@ -418,6 +418,53 @@ def checkpoints():
     return {"exact": exact, "far": far}
 
 
+# --- offloading -------------------------------------------------------------------------------------------------------
+
+
+@case
+def offloaded():
+    """Masters and states on the CPU: weights against one process, after skips and windows, and bits after a resume."""
+    far, exact, rows = {}, {}, ""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for precision in ("fp32", "bf16-lean", "fp16-lean"):
+        runs = {}
+        for stage in ("single", 1, 2, 3):
+            settings = {"accumulate": 2, "max_norm": 0.5}
+            if precision == "fp16-lean":
+                settings["scaler"] = halfstep.LossScaler(init_scale=2.0**10)
+            if stage != "single":
+                settings["backend"] = zero(stage, **offload)
+            with build(stage, precision, **settings) as engine:
+                advance(engine, batches(8), spoil=(2,), weigh=True)
+                runs[stage] = masters(engine)
+                rows = engine.truth().rows
+        reference = runs.pop("single")
+        far |= {f"{precision} {stage}": distance(own, reference) for stage, own in runs.items()}
+    for stage in (1, 2, 3):
+        path = FOLDER / f"offloaded-{stage}"
+        with build(stage, "bf16-lean", backend=zero(stage, **offload)) as engine:
+            advance(engine, batches(2))
+            engine.save(path)
+            advance(engine, batches(4)[2:])
+            bits = everything(engine)
+        with build(stage, "bf16-lean", backend=zero(stage, **offload)) as engine:
+            engine.load(path)
+            advance(engine, batches(4)[2:])
+            exact[str(stage)] = everything(engine) == bits and same(bits)
+    moved = {}
+    for stage in (1, 2, 3):
+        settings = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "backend": zero(stage, **offload)}
+        with build(stage, "fp32", **settings) as engine:
+            advance(engine, batches(1))
+            before = masters(engine)
+            with engine.forward():
+                loss = engine.model(batches(1)[0][dist.get_rank()], spare=False).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            moved[stage] = float((masters(engine)["spare.weight"] - before["spare.weight"]).abs().max())
+    return {"far": far, "exact": exact, "moved": moved, "row": dict(rows)["master"]}
+
+
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -495,7 +542,7 @@ def rejections():
     attempt("compile", lambda: build(2, "fp32", compile=True))
     attempt("ema", lambda: build(3, "fp32", ema=0.9))
     attempt("release", lambda: build(2, "fp32", gradient_release=True))
-    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}
     attempt("offload", lambda: build(2, "fp32", backend=deepspeed_backend(offload)))
     attempt(
         "clipping",

@@ -142,6 +142,18 @@ def test_checkpoints_move_between_backends(ranks):
             assert far < (1e-3 if "lean" in setting else 1e-6), setting
 
 
+@pytest.mark.slow
+def test_masters_and_states_on_the_cpu_train_as_one_process(ranks):
+    """With clipping, a skipped update, weighted windows, unused parameters and a resume, which has the same bits."""
+    for rank in ranks["offloaded"]:
+        assert len(rank["far"]) == 3 * 3
+        for setting, far in rank["far"].items():
+            assert far < (1e-3 if "lean" in setting else 1e-6), setting
+        assert rank["exact"] == {"1": True, "2": True, "3": True}
+        assert set(rank["moved"].values()) == {0}
+        assert rank["row"].endswith("on the CPU")
+
+
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +383,7 @@ def test_keys_that_agree_are_accepted_and_others_passed_on():
         ({"gradient_accumulation_steps": 8}, "gradient_accumulation_steps=8"),
         ({"communication_data_type": "fp16"}, "communication_data_type='fp16'"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "stagnate"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"zero_optimization": [2]}, "must be an object"),
@@ -381,6 +394,16 @@ def test_keys_that_contradict_the_engine_are_errors(config, words):
     """With the key, its value and what to write instead."""
     with pytest.raises(SettingError, match=words):
         config_of(config)
+
+
+def test_offloading_is_to_the_cpu_and_of_everything():
+    """A disabled block is dropped, the CPU is passed on, and a part of the states is rejected at stage 3 (HS234 before it)."""
+    cpu = {"device": "cpu", "pin_memory": True}
+    merged = config_of({"zero_optimization": {"offload_optimizer": cpu}})
+    assert merged["zero_optimization"]["offload_optimizer"] == cpu
+    assert merged["zero_force_ds_cpu_optimizer"] is False
+    with pytest.raises(SettingError, match=r"ratio=0\.5"):
+        config_of({"zero_optimization": {"offload_optimizer": cpu | {"ratio": 0.5}}}, stage=3)
 
 
 def test_policies_become_what_zero_stores():

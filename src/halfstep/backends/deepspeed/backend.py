@@ -263,7 +263,8 @@ class DeepSpeed(Backend):
 
     def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:
         """The norm over all ranks, whose fragments are disjoint; the window's weight travels with it."""
-        own = total_norm(list(gradients.values()), self._context.device, tables)
+        tensors = list(gradients.values())  # on the CPU with offload_optimizer
+        own = total_norm(tensors, tensors[0].device, tables).to(self._context.device)
         if self._agreement is None:
             return own
         self._agreement.norm(own)
@@ -289,7 +290,7 @@ class DeepSpeed(Backend):
         if not skip:
             gradients = list(self._live().gradients().values())
             if divisor != 1 and gradients:
-                torch._foreach_div_(gradients, decision.divisor)
+                torch._foreach_div_(gradients, decision.divisor.to(gradients[0].device))
             self._tested().begin(decision.divisor)
             with self._optimizer.own_step():
                 self.engine.optimizer.step()

@@ -107,7 +107,7 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Rea
     """Compare actual with true gradients over all ranks, which call it together; None if the true ones are 0 or not finite."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for actual, true in pairs:
-        a, t = actual.detach().double(), true.double()
+        a, t = actual.detach().to(device).double(), true.to(device).double()
         sums += torch.stack(
             ((a * t).sum(), (t * t).sum(), (a - t).square().sum(), torch.full_like(a[:1].sum(), a.numel()))
         )
@@ -147,7 +147,7 @@ class FirstStep:
             grad = None if fragment is None else part.flats[fragment.flat].grad
             if fragment is not None and grad is not None:
                 pairs.append((fragment.of(grad), true[fragment.start : fragment.start + fragment.numel]))
-        reached = compare(pairs, part.flats[0].device)
+        reached = compare(pairs, part.device)
         if reached is None:
             return
         self.outcome = reached if self.outcome is None else self.outcome.joined(reached)

@@ -113,16 +113,19 @@ def check_zero(merged: Merged) -> Merged:
 
 
 def _check_offload(zero: dict[str, Any]) -> None:
-    """Drop a disabled block; raise for one that asks for offloading."""
-    value = zero.get("offload_optimizer")
-    if isinstance(value, Mapping) and value.get("device", "none") == "none":
-        value = None
-    if value:
+    """Drop a disabled block; raise for offloading to anything but the CPU, or of a part only."""
+    block = zero.get("offload_optimizer")
+    if not block or (isinstance(block, Mapping) and block.get("device", "none") == "none"):
+        zero.pop("offload_optimizer", None)
+        return
+    place = "zero_optimization.offload_optimizer"
+    if not isinstance(block, Mapping) or block["device"] != "cpu":
         raise SettingError(
-            'zero_optimization.offload_optimizer does not work with backend="deepspeed": gradients and states would be on the CPU, where this '
-            "backend does not read them. Remove it."
+            f'{place}={block!r} does not work with backend="deepspeed", which reads masters and states. Use {{"device": "cpu"}}, or remove it.'
         )
-    zero.pop("offload_optimizer", None)
+    for key, usual in {"ratio": 1.0, "super_offload": False}.items():
+        if block.get(key, usual) != usual:
+            raise SettingError(f'{place}.{key}={block[key]!r} does not work with backend="deepspeed". Remove it.')
 
 
 def log_decisions(merged: Merged, source: str) -> None:
