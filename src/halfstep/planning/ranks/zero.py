@@ -9,7 +9,8 @@ backend sums gradients in fp32:
     stage 3   1 / N        4 / N      fp32 / N     4 / N
 
 in bytes per trained parameter on N ranks, without padding. The 2 bytes are the bf16 gradients that BF16_Optimizer does not
-free when it adds them to its fp32 sums.
+free when it adds them to its fp32 sums. Not counted: with fp32 weights at stage 2, a rank keeps the whole gradient of a
+parameter of which it steps a fragment only, so that of at most two parameters in each group.
 """
 
 from __future__ import annotations
