@@ -364,11 +364,16 @@ def evaluation_uses_its_weights_and_training_its_own():
 
 @slow
 def forwards_between_training_steps():
-    """A forward without backward leaves the root gathered; the next update must reach it."""
+    """A forward without backward leaves the root gathered; the next update, save and load must reach it."""
     first, second = Run("engine", "fp32"), Run("engine", "fp32")
-    for _ in range(20):  # more than the guards need to compare the model's tables
+    for number in range(20):  # more than the guards need to compare the model's tables
         with first.engine.forward():
             first.model(torch.ones(2, 4))
+        if number == 10:
+            state = first.engine.state_dict()
+            with first.engine.forward():
+                first.model(torch.ones(2, 4))
+            first.engine.load_state_dict(state)
         for run in (first, second):
             run.window()
     return {"far": distance(first.masters(), second.masters())}

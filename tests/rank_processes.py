@@ -16,9 +16,14 @@ FORK = Path(__file__).with_name("fork_ranks.py")
 
 
 def free_port():
-    """A port that no program listens at, below those that the kernel gives to connections: one of them would take it."""
+    """A port that no program listens at, below those that the kernel gives to connections: one of them would take it.
+
+    Between the choice and rank 0's `listen` another worker of the same test run may choose too, and code under test
+    seeds `random` alike in all of them: so each worker has ports of its own, drawn from the system.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.randrange(10_000, 30_000)
+        port = 10_000 + 1_000 * (worker % 20) + random.SystemRandom().randrange(1_000)
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port

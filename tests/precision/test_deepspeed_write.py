@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_processes import free_port
 
 from halfstep.errors import SettingError
 from halfstep.precision.loss_scale import LossScale
@@ -248,10 +248,7 @@ def test_deepspeed_reduces_autocast_gradients_in_the_policy_format():
     """ZeRO ignores communication_data_type under autocast; the written configuration reduces in fp32 nevertheless."""
     written = Policy.parse("bf16").to_deepspeed(stage=2)
     bare = written | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", AUTOCAST_ENGINE, str(port)]
+    command = [sys.executable, "-c", AUTOCAST_ENGINE, str(free_port())]
     done = subprocess.run(
         command, input=json.dumps([written, bare]), capture_output=True, text=True, check=True, timeout=300
     )

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -16,14 +16,11 @@ pytestmark = [
 
 
 def run(precision, accumulate, steps):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
         sys.executable,
         str(Path(__file__).parents[1] / "deepspeed_peer.py"),
         precision,
-        str(port),
+        str(free_port()),
         str(accumulate),
         str(steps),
     ]

@@ -98,6 +98,7 @@ def test_sums_and_values_of_rank_0_reach_every_rank(launched):
     assert all(rank["sums"] == {"sums": [2.0, 1.0], "largest": 1.0, "from_main": 0} for rank in results)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_by_torchrun_and_changes_nothing(launched, tmp_path):
     """SIGKILL of rank 1 between two checkpoints: no --resume, the weights of the undisturbed run."""
     folder, _ = launched

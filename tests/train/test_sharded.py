@@ -16,7 +16,7 @@ from sharded_program import curve
 
 PROGRAM = Path(__file__).resolve().parents[1] / "sharded_program.py"
 SETTINGS = TrainConfig(**CONFIG)
-NUM_PERMUTED = 15  # single runs with the examples of each update in other orders
+NUM_PERMUTED = 7
 
 
 def by_case(lines):
@@ -182,17 +182,18 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_changes_nothing(launched, tm
 def check_curves(ranks, singles):
     """Compare ddp and fsdp with single runs, and the ranks with each other.
 
-    The bound is the spread of the 16 single runs: the largest distance of any two. If a run on ranks differs from them by the
-    order of its sums alone, its distance to the reference is the largest of all 136 between 17 runs with probability 1 / 136.
+    The bound is the spread of the 8 single runs: the largest distance of any two. A run on ranks must be as close to one of
+    them. Its distance to a given one would be no test: if only the order of its sums differs, that is the largest of all with
+    probability 1 / 36, and always the same on a given CPU.
     """
     for precision, (*orders, half) in singles.items():
         reference, bound = orders[0], max(distance(a, b) for a, b in itertools.combinations(orders, 2))
-        assert distance(half, reference) > 10 * bound  # a fault is far outside
+        assert min(distance(half, order) for order in orders) > 10 * bound  # a fault is far outside
         for name in (f"ddp {precision}", f"fsdp {precision}"):
             for rank in ranks:
                 losses = rank[name]["losses"]
                 assert len(losses) == 50
-                assert distance(losses, reference) <= bound, name
+                assert min(distance(losses, order) for order in orders) <= bound, name
                 assert precision != "fp32" or losses[0] == pytest.approx(reference[0], rel=1e-6)
     for name in ("ddp fp16", "fsdp fp16"):
         decisions = [rank[name]["decisions"] for rank in ranks]
@@ -207,7 +208,7 @@ def distance(losses, others):
 
 
 def test_the_same_job_has_the_same_curve_on_single_ddp_and_fsdp(launched, singles):
-    """50 updates with accumulation and clipping: fp32 and bf16 within the spread of 16 single runs; in fp16 ranks agree."""
+    """50 updates with accumulation and clipping: fp32 and bf16 within the spread of 8 single runs; in fp16 ranks agree."""
     _, cases = launched
     check_curves(cases["curves"], singles)
 

@@ -3,7 +3,7 @@
 A small engine: a file becomes a document, a document becomes facts, rules turn facts into findings. Every line below
 imports only from the lines after it:
 
-    session                     paths -> findings, and fixed files
+    session  deepspeed          paths -> findings, and fixed files; a DeepSpeed configuration -> one that Halfstep has completed
     fixing  parallel  cases     apply fixes; check many files; check a rule's own cases
     cache  baseline             results of earlier runs; findings that a project accepts
     runner                      one file through all its rules; whatever fails becomes a finding

@@ -98,6 +98,7 @@ def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
             f"The engine is inside a window ({parts.window.num_micro_batches} of {parts.run.accumulate} micro-batches stepped) and its "
             "gradients would be lost. Save after a step whose result.boundary is True, or close the window with step(last=True)."
         )
+    parts.backend.drop_copies()  # a forward without a backward leaves them in the module, in place of the weights
     with parts.backend.whole_weights():
         return parts.backend.gather(_state_of(parts, truth))
 
@@ -177,12 +178,12 @@ def load_state(parts: RunParts, state: dict[str, Any]) -> None:
 
 
 def _load_whole(parts: RunParts, state: dict[str, Any]) -> None:
+    parts.backend.drop_copies()
     state = read_state(parts.backend.scatter(state), parts.run.module)
     fit = _fit(parts, state)
     others = [*parts.schedulers, parts.scaler, parts.progress, parts.window]
     optimizers = [*parts.optimizers, *map(users_optimizer, parts.optimizers)]
     trained = contextlib.nullcontext() if parts.ema is None else parts.ema.swapped_back()
-    parts.backend.drop_copies()
     with trained, restored_on_error(parts.run.module, optimizers, others):
         _load(parts, fit, state)
     parts.backend.drop_copies()
