@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import free_port
 
 from halfstep.errors import SettingError
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import PRESETS, VALUES, Policy, read_deepspeed
+from rank_processes import free_port
 
 TORCH_SCALE = "dynamic(semantics=torch;growth_interval=2000)"
 
