@@ -465,6 +465,43 @@ def offloaded():
     return {"far": far, "exact": exact, "moved": moved, "row": dict(rows)["master"]}
 
 
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def watched_run(stage, precision, **settings):
+    """The last sample of a watched run, of whose steps the fourth is skipped, and its skip event."""
+    events = []
+    watch = halfstep.Watch(every=1, outlet=events.append)
+    with build(stage, precision, watch=watch, max_norm=0.5, **settings) as engine:
+        advance(engine, batches(6), spoil=(3,))
+    (skip,) = [event for event in events if event.kind == "skip"]
+    return watch.samples[-1], [skip.step, skip.message]
+
+
+@case
+def watched():
+    """Samples of fragments against those of whole tensors in one process: sizes, extremes and updates."""
+    reports = {}
+    for precision in ("fp32", "bf16-lean"):
+        whole, skip = watched_run("single", precision)
+        runs = {str(stage): zero(stage) for stage in (1, 2, 3)}
+        if precision == "fp32":
+            runs["2 offloaded"] = zero(2, offload_optimizer={"device": "cpu"})
+        for name, backend in runs.items():
+            sample, own_skip = watched_run(backend.stage, precision, backend=backend)
+            numels, extremes, ratios = [], [], []
+            for one, other in ((whole.gradients, sample.gradients), (whole.weights, sample.weights)):
+                numels += [other.keys() == one.keys(), *(other[n].numel == stats.numel for n, stats in one.items())]
+                extremes += [abs(other[n].largest / stats.largest - 1) for n, stats in one.items()]
+            ratios = [abs(sample.updates[n].ratio / update.ratio - 1) for n, update in whole.updates.items()]
+            moving = [sample.updates[n].moving == update.moving for n, update in whole.updates.items()]
+            reports[f"{precision} {name}"] = {
+                "numels": all(numels), "extremes": max(extremes), "ratios": max(ratios), "moving": all(moving),
+                "same": same(repr(sample.gradients)), "skip": [skip, own_skip],
+            }  # fmt: skip
+    return {"reports": reports}
+
+
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -475,13 +512,13 @@ def storage_bytes(tensors):
 
 @case
 def stored_bytes():
-    """What this rank stores when a window is closed, and how many parameters there are, for the planner."""
+    """What this rank stores when a window is closed, and the sizes of the parameters, for the planner."""
     stored = {}
     for precision in ("fp32", "bf16-lean", "fp16-lean"):
         for stage in (1, 2, 3):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64), nn.Linear(64, 48))
-            count = sum(p.numel() for p in model.parameters())
+            sizes = [p.numel() for p in model.parameters()]
             optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
             with halfstep.Engine(model, optimizer, precision, backend=zero(stage)) as engine:
                 for number in range(2):
@@ -506,7 +543,7 @@ def stored_bytes():
                     "states": storage_bytes(states),
                 }
                 engine.reset_window()
-    return {"stored": stored, "num_params": count}
+    return {"stored": stored, "sizes": sizes}
 
 
 # --- rejections -------------------------------------------------------------------------------------------------------

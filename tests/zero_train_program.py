@@ -25,7 +25,7 @@ from launch_job import make_job
 from launch_program import digest
 
 FOLDER, PORTS = Path(sys.argv[1]), sys.argv[2:]
-CONFIG = {"epochs": 2, "save_every": 3, "watch": None, "device": "cpu", "timeout": 60}
+CONFIG = {"epochs": 2, "save_every": 3, "device": "cpu", "timeout": 60}
 COMMON = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 2,

@@ -132,7 +132,7 @@ class UpdateProbe:
     """
 
     def __init__(self, params: Mapping[str, Tensor], state_of: StateOf) -> None:
-        self._params = {n: p for n, p in params.items() if p.is_floating_point() and p.numel()}
+        self._params = {n: p for n, p in params.items() if p.is_floating_point()}
         self._state_of = state_of
         self._old: list[Tensor] = []
         self._earlier: list[Tensor] | None = None

@@ -63,6 +63,7 @@ from halfstep.backends.deepspeed.partition import Partition, partition_of
 from halfstep.backends.deepspeed.rows import engine_rows
 from halfstep.backends.deepspeed.selftest import FirstStep
 from halfstep.backends.deepspeed.settings import check_zero, engine_config, log_decisions, read_config, stage_of
+from halfstep.backends.parts import Parts
 from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.check.deepspeed import TESTED_VERSION
 from halfstep.errors import HalfstepError, SettingError
@@ -255,11 +256,16 @@ class DeepSpeed(Backend):
         self._live().close_window()
 
     def gradients(self) -> dict[str, Tensor] | None:
-        """The gradients of this rank's fragments; a 0 on a rank that has none, as of a model with few elements."""
+        """The gradients of this rank's fragments; empty ones of the parameters that other ranks step."""
         part = self._live()
         if not part.is_closed:
             return {}
-        return part.gradients() or {next(iter(part.params)): self._zero().reshape(1)}
+        own, nothing = part.gradients(), part.flats[0].new_empty(0)
+        return {name: own.get(name, nothing) for name in part.params}
+
+    def parts(self) -> Parts:
+        """The masters of this rank's fragments."""
+        return self._live().parts()
 
     def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:
         """The norm over all ranks, whose fragments are disjoint; the window's weight travels with it."""
@@ -271,9 +277,6 @@ class DeepSpeed(Backend):
         self._weight = self._agreement.weight(weight, own.square())
         assert self._agreement.sums is not None
         return self._agreement.sums[0].sqrt()
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self._context.device)
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The mean over ranks, as DeepSpeed averages gradients."""

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.backends.parts import Parts
+
 __all__ = ["Fragment", "Partition", "numel_of", "partition_of", "shape_of"]
 
 
@@ -87,6 +89,13 @@ class Partition(ABC):
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of this rank's fragments by name."""
         return {name: self.gradient(name) for name in self.fragments}
+
+    def parts(self) -> Parts:
+        """The masters of this rank's fragments, which share their memory."""
+        nothing = self.flats[0].new_empty(0)
+        own = {name: fragment.of(self.flats[fragment.flat]) for name, fragment in self.fragments.items()}
+        numels = {name: numel_of(param) for name, param in self.params.items()}
+        return Parts({name: own.get(name, nothing) for name in self.params}, numels)
 
     def offloaded(self, name: str) -> Tensor:
         """The gradient of a fragment on the CPU."""
