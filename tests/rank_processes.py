@@ -29,8 +29,11 @@ def free_port():
             return port
 
 
-def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
-    """What each rank of `python options program arguments` printed; every rank must end well."""
+def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), imports=()):
+    """What each rank of `python options program arguments` printed; every rank must end well.
+
+    `imports` are modules that are imported once, for all ranks.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     environment = os.environ | address
     environment |= {"OMP_NUM_THREADS": "1"} | (variables or {})
@@ -38,7 +41,8 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
         # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(ranks)]
         descriptors = [[file.fileno() for file in pair] for pair in files]
-        command = [sys.executable, *options, FORK, ",".join(f"{out}:{errors}" for out, errors in descriptors), program]
+        pairs = ",".join(f"{out}:{errors}" for out, errors in descriptors)
+        command = [sys.executable, *options, FORK, ",".join(imports) or "-", pairs, program]
         process = subprocess.Popen(
             [*command, *map(str, arguments)],
             env=environment,

@@ -21,13 +21,14 @@ from rank_processes import cases_of_ranks
 
 PROGRAM = Path(__file__).parents[1] / "deepspeed_program.py"
 STAGES = (1, 2, 3)
+SLOW_IMPORTS = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # seconds in every rank; torch's compiler too
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Every case of the program on two ranks, by name."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
-    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("deepspeed"), timeout=1200)
+    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("deepspeed"), timeout=1200, imports=SLOW_IMPORTS)
     return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
@@ -36,7 +37,7 @@ def four_ranks(tmp_path_factory):
     """A few cases on four ranks."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
     names = ("few_elements", "windows", "overflows")
-    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *names, ranks=4, timeout=1200)
+    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *names, ranks=4, timeout=1200, imports=SLOW_IMPORTS)
     return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
@@ -113,6 +114,7 @@ def test_four_ranks_train_as_one_process(four_ranks):
     ):
         assert max(few["far"].values()) < 1e-3
         assert max(windows["far"].values()) < 1e-6
+        assert len(overflows["outcomes"]) == 4
         assert all(outcomes == overflows["expected"] for outcomes in overflows["outcomes"].values())
 
 
@@ -138,6 +140,7 @@ def test_a_resumed_run_has_the_same_bits(ranks):
 def test_checkpoints_move_between_backends(ranks):
     """One process, ddp and fsdp continue from a checkpoint of ZeRO, and another stage from theirs."""
     for rank in ranks["checkpoints"]:
+        assert len(rank["far"]) == 6 * 4
         for setting, far in rank["far"].items():
             assert far < (1e-3 if "lean" in setting else 1e-6), setting
 
@@ -268,11 +271,14 @@ def test_bare_engines_are_described_with_their_factors(ranks):
 
 @pytest.mark.slow
 def test_gradients_are_added_up_in_fp32(ranks):
-    """D36: the mean of 512 gradients of 1 is 0.5 in DeepSpeed's bf16 sums, and 1 here."""
+    """D36: the mean of 512 gradients of 1 is 0.5 in DeepSpeed's bf16 sums, and 1 here; 256 and 63 times 1 is 256 and 319."""
     for rank in ranks["sixteen_bit_sums"]:
+        applied = rank["applied"]
+        assert applied["bare 2"] == 0.5
+        assert applied["true 2"] == 1
         for stage in STAGES:
-            assert rank["applied"][f"bare {stage}"] < 0.75
-            assert rank["applied"][f"halfstep {stage}"] == 1
+            assert applied[f"bare {stage}"] < 0.85 * applied[f"true {stage}"]
+            assert applied[f"halfstep {stage}"] == applied[f"true {stage}"]
 
 
 @pytest.mark.slow

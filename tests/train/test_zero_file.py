@@ -24,7 +24,7 @@ def launched(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
     folder = tmp_path_factory.mktemp("zero")
     ports = [free_port() for _ in STAGES]
-    lines = cases_of_ranks(PROGRAM, folder, *ports, timeout=600)
+    lines = cases_of_ranks(PROGRAM, folder, *ports, timeout=600, imports=("deepspeed",))
     return folder, {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
