@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 FORK = Path(__file__).with_name("fork_ranks.py")
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # with torch's compiler: ten seconds for a rank
 
 
 def free_port():

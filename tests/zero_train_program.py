@@ -5,7 +5,6 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/zero_tr
 The runs that are killed are processes of their own, which need a port each.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -84,7 +83,6 @@ def main():
     """All runs of this rank."""
     warnings.simplefilter("ignore")
     logging.getLogger("halfstep").setLevel(logging.ERROR)
-    importlib.import_module("deepspeed")  # once, and not in every process
     for stage, port in zip(FILES, PORTS, strict=True):
         report(f"killed {stage}", {"signal": killed(stage, port)})
     with open_group(read_launch(), torch.device("cpu"), timeout_seconds=60) as context:

@@ -17,18 +17,17 @@ from halfstep.errors import MissingError, SettingError
 from halfstep.planning.ranks.shards import Part, count_parts
 from halfstep.planning.ranks.zero import zero_bytes
 from halfstep.precision.policy import Policy
-from rank_processes import cases_of_ranks
+from rank_processes import DEEPSPEED, cases_of_ranks
 
 PROGRAM = Path(__file__).parents[1] / "deepspeed_program.py"
 STAGES = (1, 2, 3)
-SLOW_IMPORTS = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # seconds in every rank; torch's compiler too
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Every case of the program on two ranks, by name."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
-    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("deepspeed"), timeout=1200, imports=SLOW_IMPORTS)
+    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("deepspeed"), timeout=1200, imports=DEEPSPEED)
     return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
@@ -37,7 +36,7 @@ def four_ranks(tmp_path_factory):
     """A few cases on four ranks."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
     names = ("few_elements", "windows", "overflows")
-    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *names, ranks=4, timeout=1200, imports=SLOW_IMPORTS)
+    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *names, ranks=4, timeout=1200, imports=DEEPSPEED)
     return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 

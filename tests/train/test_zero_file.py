@@ -12,7 +12,7 @@ from halfstep.train import TrainConfig
 from halfstep.train.zero_file import ZeroFile
 from launch_commands import digest_of, torchrun
 from launch_job import make_job
-from rank_processes import cases_of_ranks, free_port
+from rank_processes import DEEPSPEED, cases_of_ranks, free_port
 
 PROGRAM = Path(__file__).parents[1] / "zero_train_program.py"
 STAGES = (1, 2, 3)
@@ -24,7 +24,7 @@ def launched(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
     folder = tmp_path_factory.mktemp("zero")
     ports = [free_port() for _ in STAGES]
-    lines = cases_of_ranks(PROGRAM, folder, *ports, timeout=600, imports=("deepspeed",))
+    lines = cases_of_ranks(PROGRAM, folder, *ports, timeout=600, imports=DEEPSPEED)
     return folder, {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
