@@ -76,8 +76,7 @@ class Sampler:
         self.params, self._gradients, self._weights = dict(params), gradients, weights
         self.shards, self._has_parts = shards, parts is not None
         self._values = self.params if parts is None else dict(parts)
-        numels = {name: param.numel() for name, param in self._values.items()} if shards is None else shards.numels
-        self._probe = UpdateProbe({name: values for name, values in self._values.items() if numels[name]}, state_of)
+        self._probe = UpdateProbe(self._values, state_of, None if shards is None else shards.numels)
         self._tables: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of gradients, of weights
         self._readback, self._open = Readback(), None
         self._released: dict[str, tuple[Tensor, Tensor]] = {}
