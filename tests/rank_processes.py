@@ -30,8 +30,8 @@ def free_port():
             return port
 
 
-def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), imports=()):
-    """What each rank of `python options program arguments` printed; every rank must end well.
+def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), code=0, imports=()):
+    """What each rank of `python options program arguments` printed; every rank must end with `code`, negative for a signal.
 
     `imports` are modules that are imported once, for all ranks.
     """
@@ -61,7 +61,7 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
             file.seek(0)
         outputs = [(out.read(), errors.read()) for out, errors in files]
     texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for text, errors in outputs)
-    assert codes.split() == ["0"] * ranks, f"{codes}\n{texts}"
+    assert codes.split() == [str(code)] * ranks, f"{codes}\n{texts}"
     return [text for text, _ in outputs]
 
 

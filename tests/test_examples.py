@@ -34,7 +34,7 @@ def test_an_example_runs(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py", "onebit_adam.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py", "onebit_adam.py", "onebit_engine.py"])
 def test_an_example_for_several_ranks_runs_on_two(name):
     """Started by a launcher as its docstring shows; rank 0 alone prints."""
     outputs = run_ranks(ROOT / "examples" / name)

@@ -192,3 +192,11 @@ def test_unknown_strategy_is_named():
     """The error for an unknown strategy lists the known ones."""
     with pytest.raises(SettingError, match="fsdp"):
         per_gpu(PEAK, LAYOUT, "fsd", 2)
+
+
+def test_errors_of_a_compressed_optimizer_are_counted_for_its_share_as_a_server():
+    """Each rank of ddp stores 4 bytes for every element that it serves."""
+    compressed = replace(LAYOUT, compressed=(64, 800))
+    for num_gpus in (2, 4):
+        more = per_gpu(PEAK, compressed, "ddp", num_gpus)["states"] - per_gpu(PEAK, LAYOUT, "ddp", num_gpus)["states"]
+        assert more == 4 * (64 + 800) // num_gpus

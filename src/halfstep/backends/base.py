@@ -81,6 +81,10 @@ class Backend:
     def settle(self, *, widens: bool) -> None:
         """The weights have the policy's dtypes now; `widens` if 16-bit ones have fp32 gradients."""
 
+    def group_of(self, model: nn.Module) -> Any:
+        """The process group that `prepare` will train this model on; None where it is not known before."""
+        return self._context.process_group
+
     def context(self) -> RunContext:
         """Rank, world size, local rank, device and process group of this process."""
         return self._context

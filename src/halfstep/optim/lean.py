@@ -94,6 +94,10 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         """The moments that the parameters of a group have: all, unless a subclass makes it depend on the settings."""
         return self.moments
 
+    def planned_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moments that the parameters of a group have at most, at any time of a run; for the planner."""
+        return self.moments_of(group)
+
     def initial_value(self, group: dict[str, Any], name: str) -> float:
         """What a moment or scalar is before the first step: 0, unless a subclass has another start."""
         return 0.0

@@ -180,7 +180,9 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, fleet: F
     micro = -(-batch // estimator.options.accumulate)
     estimate = estimator.at(micro)
     traced = estimator.trace(micro)
-    layout = layout_of(estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate)
+    layout = layout_of(
+        estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate, traced.compressed
+    )
     state = sum(estimate.peak.breakdown.get(category, 0) for category in STATE_CATEGORIES)
     state += layout.grad_bytes
     if capacity is None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.backends.buckets import BucketBytes
 from halfstep.errors import SettingError, unknown
+from halfstep.optim.onebit.allreduce import server_bytes
 from halfstep.planning.ranks.communication import Model
 from halfstep.planning.ranks.parts import Units
 from halfstep.planning.ranks.shards import Counted, fsdp_bytes, whole_bytes
@@ -112,6 +113,7 @@ class Layout:
     accumulate: int = 1
     buckets: tuple[BucketBytes, ...] = ()  # of ddp
     native: bool = False  # whether 16-bit gradients are reduced in their own format
+    compressed: tuple[int, ...] = ()  # elements of tensors that the optimizer sends compressed
     weights: str = "fp32"  # the format they are stored in
 
     @property
@@ -129,7 +131,7 @@ class Layout:
         """What the ranks exchange: the weights as they are stored, and the gradients in the reduce dtype."""
         weights = tuple(item for item in self.parts if item[0].category == "weights")
         messages = sum(bucket.message for bucket in self.buckets)
-        return Model(weights, self._gradients_in(self.reduce_bytes), messages, self.summed)
+        return Model(weights, self._gradients_in(self.reduce_bytes), messages, self.summed, self.compressed)
 
     @property
     def summed(self) -> Counted:
@@ -142,13 +144,19 @@ class Layout:
 
 
 def layout_of(
-    policy: Policy, parts: Counted, units: Units, buckets: tuple[BucketBytes, ...], accumulate: int
+    policy: Policy,
+    parts: Counted,
+    units: Units,
+    buckets: tuple[BucketBytes, ...],
+    accumulate: int,
+    compressed: tuple[int, ...] = (),
 ) -> Layout:
     """The layout of a model under a policy."""
     params = _bytes(policy.params)
     compute = _bytes(policy.compute) if policy.params == "fp32" else params
     native = policy.params == policy.reduce
-    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate, buckets, native, policy.params)
+    sent = (buckets, native, compressed, policy.params)
+    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate, *sent)
 
 
 def rejection(strategy: str, policy: Policy, *, elementwise: bool = True) -> str:
@@ -191,8 +199,17 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
         local = zero_bytes(layout.parts, int(strategy.removeprefix("zero")), shards, weights=layout.weights)
     else:
         local = whole
+    if strategy == "ddp" and layout.compressed:
+        errors = {"states": server_bytes(layout.compressed, num_gpus)}
+        peak = replace(
+            peak, breakdown=_added(peak.breakdown, errors), others=tuple(_added(o, errors) for o in peak.others)
+        )
     candidates = [_at(sizes, layout, strategy, shards, whole, local) for sizes in (peak.breakdown, *peak.others)]
     return max(candidates, key=lambda sizes: sum(sizes.values()))
+
+
+def _added(sizes: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return sizes | {name: sizes.get(name, 0) + size for name, size in more.items()}
 
 
 def _at(

@@ -23,6 +23,7 @@ from halfstep.jobs.data.loader import mix
 from halfstep.jobs.job import Job
 from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.optimizer import replace_optimizer
 from halfstep.train.sharded import build_on_rank_0, shard_model
 from halfstep.train.zero_file import ZeroFile
 
@@ -80,6 +81,8 @@ def build_engine(
         backend = shard_model(model, job, run, policy)
     zero = ZeroFile(config, job)
     optimizer = zero.optimizer(run, model)
+    if config.optimizer is not None:
+        optimizer = replace_optimizer(config.optimizer, optimizer)
     scheduler = zero.scheduler(run, model, optimizer)
     if backend == "deepspeed":
         backend = zero.backend(run, policy, optimizer)
