@@ -96,6 +96,15 @@ def test_each_strategy_shards_its_categories():
     assert (full["states"], full["weights"], full["activations"]) == (3 * 8 + 4, 3 * 4, 30)
 
 
+def test_zero_stores_fp32_masters_and_sums():
+    """DeepSpeed has masters of fp32 weights, too; gradients are whole at stage 1, with bf16 weights in both formats."""
+    peak = replace(PEAK, breakdown=PEAK.breakdown | {"gradients": 40})
+    assert [per_gpu(peak, LAYOUT, f"zero{stage}", 4)["master"] for stage in (1, 2, 3)] == [12, 12, 12]
+    assert [per_gpu(peak, LAYOUT, f"zero{stage}", 4)["gradients"] for stage in (1, 2, 3)] == [40, 12, 12]
+    bf16 = replace(LAYOUT, weights="bf16")
+    assert per_gpu(peak, bf16, "zero1", 4)["gradients"] == 60
+
+
 def test_autocast_copies_gathered_weights():
     """FSDP2 gathers weights as they are stored, so autocast's copies stay; ZeRO 3 gathers them in the compute dtype."""
     assert per_gpu(PEAK, LAYOUT, "fsdp", 4)["cast cache"] == 10

@@ -172,7 +172,7 @@ class LoopHooks:
         for step, (flag, scale) in self._readback.deliver(wait=wait):
             nonfinite: dict[str, int] = {}
             if flag and next(iter(self._params.values())).device.type == "cpu":
-                nonfinite = num_nonfinite(self._params)
+                nonfinite = num_nonfinite(gradients_of(self._params))
             self._stream.outcome(step, skipped=flag != 0, scale=scale, nonfinite=nonfinite)
             if self._replays is not None:
                 with self._stream.paused():
