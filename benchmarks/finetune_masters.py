@@ -143,6 +143,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def build_like(model: Any) -> Any:
     """The model with its weights in fp32."""
     copy = LlamaForCausalLM(model.config)
@@ -171,17 +176,24 @@ def run_way(name: str, checkpoint: str, options: argparse.Namespace) -> dict[str
     value_of = optimizer.master_of if master else (lambda p: p.detach())
     ends = {key: whole(value_of(p)).double() for key, p in model.named_parameters()}
     moved = sum(int((ends[key] != start[key]).sum()) for key in ends) / sum(v.numel() for v in ends.values())
-    stored = sum(p.numel() * p.element_size() for p in model.parameters())
-    stored += sum(
-        v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
-    )
+    parts = [part(p) for p in model.parameters()]
+    states_of = [part(v) for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    stored = sum(t.numel() * t.element_size() for t in (*parts, *states_of))
     return {
         "way": name,
         "moved": moved,
         "loss before": before,
         "loss after": evaluate(model, held_out, options.device),
-        "bytes per parameter": stored / sum(p.numel() for p in model.parameters()),
+        "bytes per parameter": stored / sum(t.numel() for t in parts),
     }
+
+
+def shared_path(path: str) -> str:
+    """Rank 0's path, on every rank."""
+    paths = [path]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(paths)
+    return paths[0]
 
 
 def main() -> None:
@@ -204,9 +216,11 @@ def main() -> None:
         data = sequences(8192, SIZES[options.size][4], range(1, 5), 0)
         settings = arguments(folder, options.size, options.pretrain_steps, 3e-3, options.device)
         train(model, data, (torch.optim.AdamW, {"lr": 3e-3}), "trainer", settings)
-        checkpoint = str(Path(folder) / "checkpoint")
-        model.to(torch.bfloat16).save_pretrained(checkpoint, is_main_process=True)  # every rank has its own copy
+        checkpoint = shared_path(str(Path(folder) / "checkpoint"))
+        model.to(torch.bfloat16).save_pretrained(checkpoint)  # rank 0 writes
+        shared_path(checkpoint)  # which waits for it
         rows = [run_way(name, checkpoint, options) for name in WAYS]
+        shared_path(checkpoint)  # rank 0 removes it
     if int(os.environ.get("RANK", "0")):
         return
     num = sum(p.numel() for p in model.parameters())
