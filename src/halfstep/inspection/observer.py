@@ -145,7 +145,7 @@ class Observer:
         self._read_gradients()
         self.accumulated |= {name: form for name, form in self.grads.items() if name in before}
         if "" in before:  # FSDP2 without a reduction: sums of whole gradients
-            self.accumulated |= {f"retained {i}": format_name(t.dtype) for i, t in enumerate(self._retained())}
+            self.accumulated |= {f"sum {i} of FSDP2": format_name(t.dtype) for i, t in enumerate(self._retained())}
 
     def _read_gradients(self) -> None:
         grads = {name: param.grad for name, param in self._params.items() if param.grad is not None}
@@ -186,9 +186,10 @@ class Observer:
         is_forward = torch.is_grad_enabled() or (self._parts.is_compiled and not self._depth)
         if is_forward:
             place = self._places.current
-            if any(x.requires_grad for x in inputs) or self._has_weights(place):
+            is_layer = self._has_weights(place)
+            if is_layer or any(x.requires_grad for x in inputs):
                 where = "compiled code" if self._parts.is_compiled else "outside the model" if place is None else place
-                self.products.append((where or "the model", form))
+                self.products.append((str(place) if is_layer else f"{where or 'the model'} ({name})", form))
         elif self._depth:
             self.backward_products.append((name, form))
 

@@ -12,15 +12,18 @@ with the marker that inspected nothing fails. torch and the rest of Halfstep are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-__all__ = ["inspect_precision", "pytest_collection_modifyitems", "pytest_configure"]
+from halfstep.errors import HalfstepError
+
+__all__ = ["inspect_precision", "pytest_configure", "pytest_runtest_call"]
 
 _MARKER = "precision"
 _FIXTURE = "inspect_precision"
+_INSPECTIONS = pytest.StashKey[list[Any]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,30 +34,27 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test with the marker uses the fixture, whether it names it or not, so that one that inspects nothing fails."""
-    for item in items:
-        names = getattr(item, "fixturenames", None)
-        if names is not None and _FIXTURE not in names and item.get_closest_marker(_MARKER) is not None:
-            names.append(_FIXTURE)
-
-
 @pytest.fixture
-def inspect_precision(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """`halfstep.inspect`, with the formats of the test's marker asserted when the test ends."""
-    from halfstep.errors import HalfstepError
+def inspect_precision(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`halfstep.inspect`; the formats of the test's marker are asserted when the test ends."""
     from halfstep.inspection import inspector
 
-    marker = request.node.get_closest_marker(_MARKER)
-    inspections: list[Any] = []
+    inspections = request.node.stash.setdefault(_INSPECTIONS, [])
 
     def inspect(*args: Any, **kwargs: Any) -> Any:
         inspections.append(inspector.inspect(*args, **kwargs))
         return inspections[-1]
 
-    yield inspect
+    return inspect
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Compare what a test inspected with its marker; runs after the test, and not if that has failed."""
+    marker = item.get_closest_marker(_MARKER)
     if marker is None:
         return
+    inspections = item.stash.get(_INSPECTIONS, [])
     if not inspections:
         pytest.fail(
             f"This test has the marker {_MARKER} and inspected nothing. Call the fixture {_FIXTURE}(model, optimizer, scaler), as a context "
