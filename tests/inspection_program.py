@@ -144,7 +144,14 @@ def deepspeed(**settings):
     return at_once, inspection
 
 
-CORRECT = {"master": "fp32", "states": "fp32", "accumulate": "fp32", "compute": "bf16", "loss": "fp32", "step": "applied"}
+CORRECT = {
+    "master": "fp32",
+    "states": "fp32",
+    "accumulate": "fp32",
+    "compute": "bf16",
+    "loss": "fp32",
+    "step": "applied",
+}
 
 
 @slow_case

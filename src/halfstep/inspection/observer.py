@@ -183,9 +183,10 @@ class Observer:
             form = "tf32" if uses_tf32 else form
         if form == "other":
             return
-        is_forward = torch.is_grad_enabled() or (self._parts.is_compiled and not self._depth)
-        if is_forward:
-            place = self._places.current
+        place = self._places.current
+        # Custom autograd functions (ZeRO stage 3 has one for linear layers) and compiled code run without gradients themselves.
+        is_inside = not self._depth and (place is not None or self._parts.is_compiled)
+        if torch.is_grad_enabled() or is_inside:
             is_layer = self._has_weights(place)
             if is_layer or any(x.requires_grad for x in inputs):
                 where = "compiled code" if self._parts.is_compiled else "outside the model" if place is None else place
