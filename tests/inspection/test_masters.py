@@ -87,6 +87,21 @@ def test_copies_in_the_groups_are_masters():
         missing.expect(master="fp32")
 
 
+def test_parameters_of_another_model_are_no_masters():
+    """An fp32 discriminator of the same shapes does not make up for the missing masters of a bf16 generator."""
+    generator, discriminator = model16(), model16().float()
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in (generator, discriminator)]
+    assert kinds(halfstep.inspect(generator, optimizers)) == {"none": 30}
+
+
+def test_masters_of_some_weights_only():
+    """fp32 norms stepped directly, next to fp32 copies of the 16-bit layers."""
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4))
+    copies = [p.detach().float().requires_grad_() for p in model[0].parameters()]
+    inspection = halfstep.inspect(model, torch.optim.AdamW([*copies, *model[1].parameters()]))
+    assert kinds(inspection) == {"fp32": 28}
+
+
 def test_copies_in_attributes_are_masters():
     """Apex's FusedAdam(master_weights=True) and amp's stash keep lists of fp32 tensors next to the groups."""
     model = model16()

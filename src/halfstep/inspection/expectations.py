@@ -91,4 +91,6 @@ def _advice(key: str, others: Mapping[str, int]) -> list[str]:
         ]
     if key == "accumulate" and others.keys() & {"bf16", "fp16"}:
         return ["accumulate: 16-bit sums over micro-batches stagnate. Accumulate in fp32."]
+    if key == "accumulate" and "none" in others:
+        return ["accumulate: no gradients were added up. Put all micro-batches of one step inside the block."]
     return []

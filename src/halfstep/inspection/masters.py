@@ -13,7 +13,7 @@ A copy belongs to the weight of the same shape, in order; one flat copy belongs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,14 @@ def is_master_entry(name: str) -> bool:
 
 
 def trained_params(parts: Parts) -> dict[str, Tensor]:
-    """The parameters that are trained: those that require gradients and that an optimizer has, or copies of which it has."""
+    """The parameters that are trained: those that require gradients, and that an optimizer has or has copies of."""
     trainable = {name: param for name, param in parts.params.items() if param.requires_grad}
-    own = {id(p) for optimizer in parts.optimizers for p in _grouped(optimizer)}
-    if not own & set(map(id, trainable.values())):  # no optimizer, or one over copies
+    direct = _direct(parts)
+    own = {name: param for name, param in trainable.items() if id(param) in direct}
+    if not own or parts.deepspeed is not None:  # no optimizer, or one that has only copies
         return trainable
-    copied = parts.deepspeed is not None or bool(_copies(parts))
-    return trainable if copied else {name: p for name, p in trainable.items() if id(p) in own}
+    rest = {name: param for name, param in trainable.items() if name not in own}
+    return {name: param for name, param in trainable.items() if name in own or name in _among_copies(parts, rest)}
 
 
 def master_fact(parts: Parts) -> Fact:
@@ -123,8 +124,21 @@ def _in_partitions(parts: Parts, params: Mapping[str, Tensor]) -> dict[str, _Mas
 
 
 def _among_copies(parts: Parts, params: Mapping[str, Tensor]) -> dict[str, _Master]:
-    """Copies by shape, in order; or flat ones, if they are large enough for the parameters that no copy has the shape of."""
-    copies = _copies(parts) if params else []
+    """Copies by shape, in order; or flat ones, if they are large enough for the parameters that no copy has the shape of.
+
+    A tensor in the groups of an optimizer is no copy of a parameter that an optimizer has itself: it belongs to another model.
+    """
+    direct = _direct(parts)
+    masters: dict[str, _Master] = {}
+    for sources, names in (
+        ((_grouped, _attributes), [name for name, p in params.items() if id(p) not in direct]),
+        ((_attributes,), [name for name, p in params.items() if id(p) in direct]),
+    ):
+        masters |= _match(_copies(parts, sources) if names else [], {name: params[name] for name in names})
+    return masters
+
+
+def _match(copies: list[Tensor], params: Mapping[str, Tensor]) -> dict[str, _Master]:
     masters: dict[str, _Master] = {}
     for name, param in params.items():
         match = next((copy for copy in copies if copy.shape == param.shape), None)
@@ -133,19 +147,24 @@ def _among_copies(parts: Parts, params: Mapping[str, Tensor]) -> dict[str, _Mast
             masters[name] = _Master(format_name(match.dtype), bytes_of(match))
     rest = {name: param for name, param in params.items() if name not in masters}
     flat = [copy for copy in copies if copy.dim() == 1]
-    if rest and sum(copy.numel() for copy in flat) >= sum(map(numel_of, rest.values())):
+    if rest and flat and sum(copy.numel() for copy in flat) >= sum(map(numel_of, rest.values())):
         size = sum(map(bytes_of, flat))
         first = next(iter(rest))
         masters |= {name: _Master(format_name(flat[0].dtype), size if name == first else 0) for name in rest}
     return masters
 
 
-def _copies(parts: Parts) -> list[Tensor]:
-    """Wide tensors in groups and attributes of the optimizers that are no parameters of the model."""
+def _direct(parts: Parts) -> set[int]:
+    """The tensors that the optimizers step, by identity."""
+    return {id(p) for optimizer in parts.optimizers for p in _grouped(optimizer)}
+
+
+def _copies(parts: Parts, sources: Iterable[Callable[[Any], Iterator[Tensor]]]) -> list[Tensor]:
+    """Wide tensors in groups or attributes of the optimizers that are no parameters of the model."""
     known = set(map(id, parts.params.values()))
     copies: dict[int, Tensor] = {}
     for optimizer in (each for outer in parts.optimizers for each in optimizer_chain(outer)):
-        for tensor in (*_grouped(optimizer), *_attributes(optimizer)):
+        for tensor in (tensor for source in sources for tensor in source(optimizer)):
             if id(tensor) not in known and format_name(tensor.dtype) in _WIDE and tensor.dim() > 0:
                 copies.setdefault(id(tensor), tensor)
     return list(copies.values())

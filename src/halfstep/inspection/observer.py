@@ -49,7 +49,7 @@ class Observer:
         self._depth, self._has_gradients = 0, False
         self._tf32 = tf32_state()
         self._flags: list[Tensor] = []
-        self._scaler_steps = 0
+        self._num_uncalled = 0
         self.products: list[tuple[str, str]] = []  # (module, format) of the forward
         self.backward_products: list[tuple[str, str]] = []  # (operator, format)
         self.losses: list[tuple[str, str]] = []  # (operation, format)
@@ -62,8 +62,7 @@ class Observer:
     @property
     def num_skips(self) -> int:
         """Steps that changed nothing because of a non-finite gradient; this waits for the device."""
-        skipped = sum(bool(flag.item()) for flag in self._flags)
-        return skipped + max(0, self._scaler_steps - self.num_steps)
+        return self._num_uncalled + sum(bool(flag.item()) for flag in self._flags)
 
     @property
     def num_applied(self) -> int:
@@ -95,14 +94,16 @@ class Observer:
         scaler = self._parts.scaler
         step = getattr(scaler, "step", None)
         if callable(step):
-            before = vars(scaler).get("step")
+            own = vars(scaler).get("step")
 
             def counted(*args: Any, **kwargs: Any) -> Any:
-                self._scaler_steps += 1
-                return step(*args, **kwargs)
+                before = self.num_steps
+                returned = step(*args, **kwargs)
+                self._num_uncalled += self.num_steps == before  # the scaler has read the flag and skips by itself
+                return returned
 
             scaler.step = counted
-            stack.callback(_restore, scaler, "step", before)
+            stack.callback(_restore, scaler, "step", own)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self.num_steps += 1

@@ -6,7 +6,7 @@ Wrappers are recognised by class name, so that no library is imported to look fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,9 +46,8 @@ class Parts:
     has_ema: bool = False  # whether it is known that there is an EMA or none
     wrappers: tuple[str, ...] = ()
     deepspeed: Any = None  # the DeepSpeed engine
-    is_engine: bool = False  # whether Halfstep's Engine trains the model
     is_compiled: bool = False
-    ddp: nn.parallel.DistributedDataParallel | None = field(default=None)
+    ddp: nn.parallel.DistributedDataParallel | None = None
 
     def name_of(self) -> dict[int, str]:
         """Names of parameters by identity."""
@@ -87,7 +86,6 @@ def parts_of(model: Any, optimizer: Any, scaler: Any, ema: Any) -> Parts:
         has_ema=has_ema,
         wrappers=("halfstep.Engine", *wrappers) if is_engine else wrappers,
         deepspeed=deepspeed,
-        is_engine=is_engine,
         is_compiled=any(_is_compiled(each) for each in model.modules()),
         ddp=find_ddp(model) if isinstance(model, nn.Module) else None,
     )
