@@ -90,6 +90,17 @@ def test_what_accelerate_prepared_is_unwrapped():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_what_lightning_wrapped_is_unwrapped():
+    """The optimizer that `self.optimizers()` returns in a LightningModule."""
+    core = pytest.importorskip("lightning.pytorch.core.optimizer", reason="lightning is not installed")
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with halfstep.inspect(model, core.LightningOptimizer(optimizer)) as inspection:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    inspection.expect(master="fp32", states="fp32", step="applied")
+
+
 def test_what_fabric_set_up_is_unwrapped():
     """Fabric's bf16-true has no master, its bf16-mixed has fp32 weights; module and optimizer are found in both."""
     fabric = pytest.importorskip("lightning.fabric", reason="lightning is not installed")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from halfstep.backends.deepspeed.rows import accumulation_of
 from halfstep.backends.fsdp.groups import Groups, is_sharded_model
+from halfstep.hardware.units import count_text
 from halfstep.inspection.facts import Fact, fact_of, unknown_fact
 from halfstep.inspection.observer import Observer
 from halfstep.inspection.wrappers import Parts
@@ -47,14 +48,14 @@ def _compute(parts: Parts, observer: Observer) -> Fact:
         )
     if not entries and not observer.num_backwards:
         return unknown_fact("compute", "no forward that records gradients ran inside the block.")
-    return fact_of("compute", entries, note=f"{len(entries)} matrix products of the forward")
+    return fact_of("compute", entries, note=f"{count_text(len(entries), 'matrix product')} of the forward")
 
 
 def _backward(observer: Observer) -> Fact:
     if not observer.num_backwards:
         return unknown_fact("backward", _NO_BACKWARD)
     entries = [(name, form, 1) for name, form in observer.backward_products]
-    return fact_of("backward", entries, note=f"{len(entries)} matrix products")
+    return fact_of("backward", entries, note=count_text(len(entries), "matrix product"))
 
 
 def _loss(observer: Observer) -> Fact:
@@ -81,10 +82,12 @@ def _accumulate(parts: Parts, observer: Observer) -> Fact:
         return own
     if observer.accumulated:
         entries = [(name, form, 1) for name, form in observer.accumulated.items()]
-        return fact_of("accumulate", entries, note=f"{observer.num_backwards} backward passes")
+        return fact_of(
+            "accumulate", entries, note=count_text(observer.num_backwards, "backward pass", "backward passes")
+        )
     if not observer.num_backwards:
         return unknown_fact("accumulate", _NO_BACKWARD)
-    return fact_of("accumulate", (), note=f"{observer.num_backwards} backward pass, nothing was added up")
+    return fact_of("accumulate", (), note="nothing was added up")
 
 
 def _reduce(parts: Parts, observer: Observer) -> Fact:

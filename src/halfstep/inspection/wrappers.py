@@ -99,7 +99,8 @@ def optimizer_chain(optimizer: Any) -> Iterator[Any]:
         if id(each) not in visited and hasattr(each, "param_groups"):
             visited.add(id(each))
             yield each
-            pending += [vars(each)[name] for name in _INNER_OPTIMIZERS if name in vars(each)]
+            own = getattr(each, "__dict__", {})
+            pending += [own[name] for name in _INNER_OPTIMIZERS if name in own]
 
 
 def _unwrap(model: Any) -> tuple[nn.Module, tuple[str, ...], Any]:
