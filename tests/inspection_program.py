@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import halfstep
+from halfstep.backends import deepspeed_backend
 from halfstep.errors import ExpectationError
 from rank_cases import case, hashed, run_cases, same, slow_case
 
@@ -159,7 +160,8 @@ def deepspeed_in_16_bits():
     """Without grad_accum_dtype the micro-batches are added up in bf16, which is seen before any step."""
     at_once, inspection = deepspeed(zero_optimization={"stage": 1})
     early = report(at_once, accumulate="fp32", master="fp32")
-    return report(inspection, **CORRECT) | {"early": early["error"]}
+    whole, _ = deepspeed(zero_optimization={"stage": 0})
+    return report(inspection, **CORRECT) | {"early": early["error"], "whole": report(whole, master="fp32")["error"]}
 
 
 @slow_case
@@ -171,6 +173,22 @@ def deepspeed_in_fp32():
         _, inspection = deepspeed(zero_optimization={"stage": stage}, **types)
         reports[str(stage)] = report(inspection, **CORRECT)
     return {"stages": reports}
+
+
+@slow_case
+def deepspeed_under_the_engine():
+    """Halfstep's Engine over ZeRO stage 2."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = halfstep.Engine(model, optimizer, "bf16-lean", accumulate=2, backend=deepspeed_backend(stage=2))
+    with halfstep.inspect(engine) as inspection:
+        for _ in range(2):
+            with engine.forward():
+                loss = loss_of(model)
+            engine.backward(loss)
+            engine.step()
+    engine.close()
+    return report(inspection, **CORRECT)
 
 
 if __name__ == "__main__":

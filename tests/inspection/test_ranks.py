@@ -61,6 +61,12 @@ def test_deepspeed_without_fp32_accumulation_is_reported(deepspeed_cases):
             assert [line.split()[:3] for line in text.splitlines()[2:3]] == [["accumulate", "fp32", "bf16"]]
             assert len(text.splitlines()) == 4
         assert report["formats"]["reduce"] == {"bf16": 244}
+        assert not report["whole"]  # without ZeRO the masters are in one flat tensor
+
+
+def test_the_engine_on_deepspeed_is_silent(deepspeed_cases):
+    """Halfstep's Engine accumulates in fp32 over ZeRO stage 2."""
+    assert [report["error"] for report in deepspeed_cases["deepspeed_under_the_engine"]] == ["", ""]
 
 
 def test_deepspeed_with_fp32_accumulation_is_silent(deepspeed_cases):

@@ -47,6 +47,12 @@ def test_tied_weights_count_once():
     assert halfstep.inspect(model).result.num_parameters == 16
 
 
+def test_lazy_modules_are_rejected_by_name():
+    """Parameters without a shape cannot be counted."""
+    with pytest.raises(halfstep.HalfstepError, match="0.weight"):
+        halfstep.inspect(nn.Sequential(nn.LazyLinear(2)))
+
+
 def test_models_that_are_none_are_rejected():
     """What is neither a module nor a collection of modules raises."""
     with pytest.raises(halfstep.HalfstepError):

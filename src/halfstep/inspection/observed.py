@@ -118,7 +118,7 @@ def _by_deepspeed(parts: Parts) -> dict[str, Fact]:
     engine = parts.deepspeed
     if engine is None:
         return {}
-    form, micro_batches = accumulation_of(engine), engine.gradient_accumulation_steps()
+    form, micro_batches = accumulation_of(engine), parts.micro_batches or 1
     note = f"over {micro_batches} micro-batches, by DeepSpeed"
     accumulate = [("DeepSpeed's buffers", form, 1)] if micro_batches > 1 else []
     facts = {"accumulate": fact_of("accumulate", accumulate, note=note)}

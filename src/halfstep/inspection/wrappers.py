@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from halfstep.backends.wrapped import find_ddp
 from halfstep.checkpoint.names import clean_names
 from halfstep.engine.engine import Engine
 from halfstep.engine.members import as_module
 from halfstep.errors import SettingError
+from halfstep.hardware.units import few
 
 __all__ = ["Parts", "optimizer_chain", "parts_of"]
 
@@ -46,6 +48,7 @@ class Parts:
     has_ema: bool = False  # whether it is known that there is an EMA or none
     wrappers: tuple[str, ...] = ()
     deepspeed: Any = None  # the DeepSpeed engine
+    micro_batches: int | None = None  # of a step, where an engine decides
     is_compiled: bool = False
     ddp: nn.parallel.DistributedDataParallel | None = None
 
@@ -57,23 +60,30 @@ class Parts:
 def parts_of(model: Any, optimizer: Any, scaler: Any, ema: Any) -> Parts:
     """Unwrap what `inspect` was given; of an Engine or a DeepSpeed engine, its own optimizer is used."""
     has_ema = ema is not None
+    driven, micro_batches = None, None  # DeepSpeed's engine under Halfstep's
     is_engine = isinstance(model, Engine)
     if isinstance(model, Engine):
         engine, model = model, model._run.module  # noqa: SLF001 - as its truth table does
-        optimizer = engine.optimizers if optimizer is None else optimizer
+        driven, micro_batches = getattr(engine.backend, "engine", None), engine.accumulate
+        optimizer = driven.optimizer if driven is not None else engine.optimizers if optimizer is None else optimizer
         scaler = engine.scaler if scaler is None else scaler
         ema, has_ema = (engine.ema, True) if ema is None else (ema, True)
     elif not isinstance(model, nn.Module) and not _has_class(model, "DeepSpeedEngine"):
         model = as_module(model)
     module, wrappers, deepspeed = _unwrap(model)
-    if deepspeed is not None and optimizer is None:
-        optimizer = deepspeed.optimizer
+    deepspeed = deepspeed if driven is None else driven
+    if deepspeed is not None:
+        optimizer = deepspeed.optimizer if optimizer is None else optimizer
+        micro_batches = deepspeed.gradient_accumulation_steps() if driven is None else micro_batches
     optimizers = _as_tuple(optimizer)
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise SettingError(
                 f"inspect() takes a torch optimizer or a list of them, not {type(each).__name__}. The loss scaler is the third argument."
             )
+    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
+    if lazy:
+        raise SettingError(f"The shapes of {few(lazy)} are not known yet: run one forward before inspect().")
     names = clean_names(module, dict(module.named_parameters()))
     return Parts(
         model=model,
@@ -86,6 +96,7 @@ def parts_of(model: Any, optimizer: Any, scaler: Any, ema: Any) -> Parts:
         has_ema=has_ema,
         wrappers=("halfstep.Engine", *wrappers) if is_engine else wrappers,
         deepspeed=deepspeed,
+        micro_batches=micro_batches,
         is_compiled=any(_is_compiled(each) for each in model.modules()),
         ddp=find_ddp(model) if isinstance(model, nn.Module) else None,
     )
