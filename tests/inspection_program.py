@@ -3,6 +3,7 @@
 RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/inspection_program.py [CASE ...]
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -82,25 +83,26 @@ def compressed_ddp():
     return ddp(fp16_compress_hook)
 
 
-def sharded(dtype, policy, *, accumulate=1):
-    """A step of FSDP2, with sums of whole gradients for `accumulate` above 1."""
+def sharded(dtype, policy, *, accumulate=1, observed=True):
+    """A step of FSDP2, with sums of whole gradients for `accumulate` above 1; its inspection, and a hash of the weights."""
     model = net().to(dtype)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters())
-    with halfstep.inspect(model, optimizer) as inspection:
+    inspection = halfstep.inspect(model, optimizer)
+    with inspection if observed else contextlib.nullcontext():
         for number in range(accumulate):
             model.set_requires_gradient_sync(number == accumulate - 1)
             loss_of(model, dtype).backward()
         optimizer.step()
-    return inspection
+    return inspection, hashed(*(p.to_local() for p in model.parameters()))
 
 
 @case
 def narrow_fsdp():
     """FSDP2 over bf16 parameters, as `model.to(bfloat16)` before `fully_shard` leaves them."""
-    inspection = sharded(torch.bfloat16, MixedPrecisionPolicy(), accumulate=3)
+    inspection, _ = sharded(torch.bfloat16, MixedPrecisionPolicy(), accumulate=3)
     return report(inspection, weights="bf16", master="fp32", states="fp32", reduce="fp32", accumulate="fp32")
 
 
@@ -108,9 +110,11 @@ def narrow_fsdp():
 def mixed_fsdp():
     """FSDP2 over fp32 parameters that computes in bf16 and reduces in fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    inspection = sharded(torch.float32, policy, accumulate=3)
+    inspection, observed = sharded(torch.float32, policy, accumulate=3)
+    _, plain = sharded(torch.float32, policy, accumulate=3, observed=False)
     correct = {"accumulate": "fp32", "reduce": "fp32", "grads": "fp32", "loss": "fp32"}
-    return report(inspection, weights="fp32", master="fp32", states="fp32", compute="bf16", **correct)
+    outcome = report(inspection, weights="fp32", master="fp32", states="fp32", compute="bf16", **correct)
+    return outcome | {"undisturbed": observed == plain, "same": True}
 
 
 @case

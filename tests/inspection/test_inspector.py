@@ -1,5 +1,7 @@
 """halfstep.inspect in plain loops: what is stored, what one step computes in, and that nothing is changed by looking."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,55 @@ def test_an_observed_step_has_the_same_bits():
     plain, _ = amp_loop(3)
     observed, _ = amp_loop(3, observe=1)
     assert all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True))
+
+
+class Attention(nn.Module):
+    """A fused attention kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.mix(x).view(4, 6, 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+class Recurrent(nn.Module):
+    """Operators that torch chooses by device and mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList([nn.GRU(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)])
+
+    def forward(self, x):
+        for cell in self.cells:
+            x, _ = cell(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: nn.Sequential(nn.Conv1d(6, 4, 3), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Dropout()),
+        Attention,
+        Recurrent,
+    ],
+    ids=["encoder", "conv", "attention", "recurrent"],
+)
+def test_models_of_all_kinds_have_the_same_bits(build):
+    """The kernels that torch chooses, and random numbers, are the same in an observed step."""
+    outcomes = []
+    for observed in (False, True):
+        torch.manual_seed(0)
+        model, x = build(), torch.randn(4, 6, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with halfstep.inspect(model, optimizer) if observed else contextlib.nullcontext():
+            model(x).square().mean().backward()
+            optimizer.step()
+        outcomes.append(bits(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 def test_torch_amp_is_as_it_should_be():

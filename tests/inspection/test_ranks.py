@@ -32,8 +32,8 @@ def test_correct_runs_are_silent(cases, name):
     assert [report["error"] for report in cases[name]] == ["", ""]
 
 
-@pytest.mark.parametrize("name", ["plain_ddp", "compressed_ddp"])
-def test_an_observed_step_of_ddp_has_the_same_bits(cases, name):
+@pytest.mark.parametrize("name", ["plain_ddp", "compressed_ddp", "mixed_fsdp"])
+def test_an_observed_step_has_the_same_bits(cases, name):
     """The weights after a step do not depend on whether it was observed, and ranks stay equal."""
     assert all(report["undisturbed"] and report["same"] for report in cases[name])
 

@@ -188,10 +188,9 @@ class Observer:
         # Custom autograd functions (ZeRO stage 3 has one for linear layers) and compiled code run without gradients themselves.
         is_inside = not self._depth and (place is not None or self._parts.is_compiled)
         if torch.is_grad_enabled() or is_inside:
-            is_layer = self._has_weights(place)
-            if is_layer or any(x.requires_grad for x in inputs):
+            if self._has_weights(place) or any(x.requires_grad for x in inputs):
                 where = "compiled code" if self._parts.is_compiled else "outside the model" if place is None else place
-                self.products.append((str(place) if is_layer else f"{where or 'the model'} ({name})", form))
+                self.products.append((f"{where or 'the model'} ({name})", form))
         elif self._depth:
             self.backward_products.append((name, form))
 
