@@ -18,6 +18,7 @@ PAGES = (
     "docs/converting.md",
     "docs/data.md",
     "docs/engine.md",
+    "docs/inspect.md",
     "docs/policies.md",
     "docs/watch.md",
 )  # whose Python snippets run too

@@ -21,6 +21,7 @@ from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware
+from halfstep.hardware.tables import html_table
 from halfstep.hardware.units import bytes_text, few
 from halfstep.optim.exchange import exchanging_of
 from halfstep.precision.formats import BF16, FP16, format_name
@@ -51,12 +52,18 @@ class Truth:
             "bytes_per_parameter": self.bytes_per_parameter,
         }
 
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """All rows: what is lossy and waived after the rest."""
+        lossy = [("lossy", text) for text in self.lossy or ("nothing beyond the compute format",)]
+        return [*self.rows, *lossy, *(("waived", text) for text in self.waived_guarantees)]
+
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows)
-        lines = [f"  {name:{width}}  {value}" for name, value in self.rows]
-        lines += [f"  {'lossy':{width}}  {text}" for text in self.lossy or ("nothing beyond the compute format",)]
-        lines += [f"  {'waived':{width}}  {text}" for text in self.waived_guarantees]
-        return "\n".join(lines)
+        return "\n".join(f"  {name:{width}}  {value}" for name, value in self.lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(("", ""), self.lines)
 
 
 def census(tensors: Iterable[Any]) -> dict[str, int]:
