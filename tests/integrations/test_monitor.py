@@ -1,5 +1,7 @@
 """Monitor: what every integration does with a library's loop."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from halfstep.errors import OverflowStop
 from halfstep.integrations import versions
 from halfstep.integrations.clipping import clip_by_norm
 from halfstep.integrations.monitor import Monitor, own_optimizer
+from rank_processes import cases_of_ranks
 
 
 def model_and_optimizer(**settings):
@@ -120,3 +123,25 @@ def test_an_unknown_version_is_reported_once_and_used(monkeypatch, caplog):
     monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "5.22.2")
     versions.warn_if_untested("transformers")
     assert not caplog.records
+
+
+@pytest.mark.slow
+def test_ranks_skip_together_and_the_one_that_overflowed_names_its_module():
+    """Under DDP each rank examines its own micro-batch; shards are guarded over all ranks, and not examined."""
+    ranks = cases_of_ranks(Path(__file__).parents[1] / "monitor_program.py")
+    for cases in ranks:
+        assert [case["moved"] for case in cases] == [[True, False, True, True]] * 2
+        assert all(case["finite"] for case in cases)
+        assert cases[1]["autopsies"] == []
+    assert ranks[0][0]["autopsies"] == [[2, "not reproduced", None]]
+    assert ranks[1][0]["autopsies"] == [[2, "forward", ""]]
+
+
+def test_the_truth_is_known_after_the_first_step():
+    """What the loop stores, read by halfstep.inspect, is logged once and can be asserted."""
+    model, optimizer = model_and_optimizer(momentum=0.9)
+    monitor = Monitor(model, [optimizer])
+    assert monitor.truth is None
+    step(model, optimizer, torch.randn(2, 4), monitor=monitor)
+    monitor.truth.expect(weights="fp32", master="fp32", states="fp32")
+    monitor.close()
