@@ -157,10 +157,10 @@ class Monitor:
 
 def own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside a library's wrapper: Accelerate, Lightning and Fabric call it `optimizer`."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    found: torch.optim.Optimizer = optimizer
-    return found
+    own: torch.optim.Optimizer = optimizer
+    while isinstance(inner := getattr(own, "optimizer", None), torch.optim.Optimizer):
+        own = inner
+    return own
 
 
 def _loss_in(output: Any) -> Any:
