@@ -56,7 +56,7 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.all: $(VENV)/.dev
-	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers]" pillow webdataset accelerate lightning
+	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers]" pillow webdataset accelerate lightning trl
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -34,6 +34,17 @@ def test_an_example_runs(path, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    "name", ["hf_trainer.py", "trl_sft.py", "lightning_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
+)
+def test_an_integration_is_at_most_three_lines(name):
+    """Every line of the code that names halfstep is marked, and there are at most three."""
+    _, _, code = (ROOT / "examples" / name).read_text().split('"""', 2)
+    lines = [line for line in code.splitlines() if re.search("halfstep|Halfstep", line)]
+    assert 2 <= len(lines) <= 3
+    assert all(line.endswith("# halfstep") for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py", "onebit_adam.py", "onebit_engine.py"])
 def test_an_example_for_several_ranks_runs_on_two(name):

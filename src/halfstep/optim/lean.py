@@ -113,12 +113,19 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient, or none at all if `found_inf` is set."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, or none at all if `found_inf` is set.
+
+        A `closure` computes the gradients first, as with torch's optimizers; its result is returned.
+        """
+        loss = None
         if closure is not None:
-            raise SettingError(
-                "A closure would run the model again inside step(); call backward first and step() without arguments."
-            )
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    def _step_all(self) -> None:
         if self.step_together(ready=True):
             return
         active = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]

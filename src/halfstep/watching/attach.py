@@ -2,7 +2,8 @@
 
 With torch's GradScaler (or halfstep.GradScaler) its `step` is wrapped: the gradients are looked at before it, divided by the scale
 unless `unscale_` was called, and whether it skipped is read from its flags, on a GPU without waiting. Without a scaler the
-optimizer's step hooks are used, and its gradients are taken as they are, divided by `optimizer.grad_scale` where that is set.
+optimizer's step hooks are used, and its gradients are taken as they are, divided by `optimizer.grad_scale` where that is set. A
+Guard on the optimizer shows its decisions itself: what it skips never reaches the optimizer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from halfstep.errors import SettingError
 from halfstep.events import log_once
 from halfstep.optim.trainable import check_trainable
 from halfstep.scaling.readback import Readback
+from halfstep.watching.guard import Guard, guard_of
+from halfstep.watching.loop_replay import LoopReplays
 from halfstep.watching.sampler import num_nonfinite
 
 __all__ = ["LoopHooks", "named_params_of"]
@@ -50,17 +53,34 @@ def named_params_of(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
 class LoopHooks:
     """Calls a stream around the steps of one optimizer, until `close()`."""
 
-    def __init__(self, stream: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        self._stream, self._step = stream, 0
+    def __init__(
+        self,
+        stream: Any,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        replays: LoopReplays | None,
+    ) -> None:
+        self._stream, self._step, self._replays = stream, 0, replays
         # Weak: the hooks are stored in the optimizer and the scaler.
         self._optimizer = weakref.ref(optimizer)
         self._params: Mapping[str, Tensor] = stream.sampler.params
         self._readback = Readback()
         self._handles: list[Any] = []
+        self._guard: Guard | None = None
         self._scaler = weakref.ref(scaler) if scaler is not None and scaler.is_enabled() else None
         if scaler is not None and self._scaler is not None:
             _hooks_of(scaler)[optimizer] = self
+            return
+        self._guard = guard_of(optimizer)
+        if self._guard is not None:
+            self._guard.observer = self
         else:
+            self.observe_steps()
+
+    def observe_steps(self) -> None:
+        """Use the optimizer's own hooks; also called by a Guard that is closed."""
+        optimizer, self._guard = self._optimizer(), None
+        if optimizer is not None:
             self._handles = [
                 optimizer.register_step_pre_hook(self._pre_hook),
                 optimizer.register_step_post_hook(self._post_hook),
@@ -70,6 +90,8 @@ class LoopHooks:
         """Deliver what is pending and remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        if self._guard is not None:
+            self._guard.observer = None
         scaler, optimizer = None if self._scaler is None else self._scaler(), self._optimizer()
         if scaler is not None and optimizer is not None:
             hooks = _hooks_of(scaler)
@@ -118,11 +140,23 @@ class LoopHooks:
         flag = getattr(optimizer, "found_inf", None)
         self._end(flag if isinstance(flag, Tensor) else None, None)
 
-    # --- both -------------------------------------------------------------------------------------------------------
+    # --- with a Guard -----------------------------------------------------------------------------------------------
+
+    def before_guarded(self) -> None:
+        """Called by a Guard before it takes or skips a step."""
+        self._begin(None)
+
+    def after_guarded(self, flag: Tensor) -> None:
+        """Called by a Guard with the flag that decided."""
+        self._end(flag, None)
+
+    # --- all --------------------------------------------------------------------------------------------------------
 
     def _begin(self, divisor: Tensor | None) -> None:
         self._deliver(wait=False)
         self._step += 1
+        if self._replays is not None:
+            self._replays.end_window(self._step)
         optimizer = self._optimizer()
         self._stream.before(self._step, gradients_of(self._params), divisor, [] if optimizer is None else [optimizer])
 
@@ -140,6 +174,9 @@ class LoopHooks:
             if flag and next(iter(self._params.values())).device.type == "cpu":
                 nonfinite = num_nonfinite(gradients_of(self._params))
             self._stream.outcome(step, skipped=flag != 0, scale=scale, nonfinite=nonfinite)
+            if self._replays is not None:
+                with self._stream.paused():
+                    self._replays.delivered(step, skipped=flag != 0, scale=scale)
         self._stream.collect(wait=wait)
 
 

@@ -39,7 +39,7 @@ from halfstep.optim.trainable import unsupported_kind
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import named_parameters_of, nonfinite_gradients
 
-__all__ = ["Guard", "GuardCounts"]
+__all__ = ["Guard", "GuardCounts", "guard_of"]
 
 _GUARD = "_halfstep_guard"  # on the step of a guarded optimizer
 
@@ -77,6 +77,7 @@ class Guard:
         self._skips = 0  # as far as they have been delivered
         self._tables: dict[Any, dict[Any, Any]] = {}  # of the kernel that reads the gradients, by device
         self._readback, self._closed = Readback(), False
+        self.observer: Any = None  # the hooks of a Watch on the same optimizer
         self._before = vars(optimizer).get("step")  # set if a scheduler has wrapped it
         self._gate = optimizer.step = _gate(self, optimizer.step)  # type: ignore[method-assign]
 
@@ -88,6 +89,9 @@ class Guard:
     def close(self) -> None:
         """Give the optimizer its own step back."""
         self._closed = True
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer.observe_steps()
         optimizer = self._optimizer()
         # A scheduler built later has wrapped the gated step, which then stays and lets everything pass.
         if optimizer is None or vars(optimizer).get("step") is not self._gate:
@@ -104,6 +108,8 @@ class Guard:
         if self._closed or optimizer is None:
             return step(*args, **kwargs)
         loss, args, kwargs = _run_closure(optimizer, args, kwargs)
+        if self.observer is not None:
+            self.observer.before_guarded()
         scaler_flag = getattr(optimizer, "found_inf", None)
         if isinstance(scaler_flag, Tensor):
             flag = _usable_flag(scaler_flag, getattr(optimizer, "grad_scale", None))
@@ -116,6 +122,8 @@ class Guard:
                 optimizer._opt_called, returned = True, None  # type: ignore[attr-defined]  # noqa: SLF001 - or schedulers warn
             else:
                 returned = step(*args, **kwargs)
+        if self.observer is not None:
+            self.observer.after_guarded(flag)
         self._count(optimizer, flag)
         return returned if loss is None else loss
 
@@ -186,6 +194,12 @@ class Guard:
         return f"Guard({type(optimizer).__name__}, max_consecutive={self.max_consecutive})"
 
 
+def guard_of(optimizer: torch.optim.Optimizer) -> Guard | None:
+    """The Guard of an optimizer, if it has one that is not closed."""
+    guard: Guard | None = getattr(optimizer.step, _GUARD, None)
+    return None if guard is None or guard._closed else guard  # noqa: SLF001 - of this file
+
+
 def _gate(guard: Guard, step: Callable[..., Any]) -> Callable[..., Any]:
     """The step that replaces an optimizer's own; refers to the optimizer weakly, as it is stored in it."""
     method = getattr(step, "__func__", None)
@@ -222,8 +236,7 @@ def _check(optimizer: Any, max_consecutive: Any, *, sharded: bool) -> None:
         raise SettingError(
             "LBFGS computes several gradients inside one step(), which a Guard around it cannot check. Check the loss in the closure."
         )
-    guard = getattr(optimizer.step, _GUARD, None)
-    if guard is not None and not guard._closed:  # noqa: SLF001 - of this file
+    if guard_of(optimizer) is not None:
         raise SettingError(f"This {name} has a Guard already; close() that one first, or keep it.")
     if is_stepped_by_engine(optimizer):
         raise SettingError(
@@ -242,13 +255,13 @@ def _run_closure(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Run the closure of a step, and return its loss and the arguments without it.
 
-    torch's optimizers run it once, before anything else, so it can run before the gradients are checked.
+    torch's optimizers and ours run it once, before anything else, so it can run before the gradients are checked.
     """
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         return None, args, kwargs
     name = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not type(optimizer).__module__.startswith(("torch.optim", "halfstep.optim")):
         raise SettingError(
             f"{name}.step(closure) may use the closure in its own way, so Guard cannot check the gradients in between. Call backward "
             "first and step() without a closure."

@@ -38,6 +38,7 @@ from halfstep.watching.attach import LoopHooks, named_params_of
 from halfstep.watching.autopsy import Autopsy
 from halfstep.watching.cost import WatchCost, cost_of
 from halfstep.watching.events import Event
+from halfstep.watching.loop_replay import LoopReplays
 from halfstep.watching.losses import Fingerprint, LossRule
 from halfstep.watching.report import WatchReport
 from halfstep.watching.sample import Sample
@@ -88,6 +89,7 @@ class Watch:
         self._losses = LossRule()
         self._sums = Readback()
         self._autopsies = Autopsies(self._examined) if replay else None
+        self._replays: LoopReplays | None = None  # of a loop that Halfstep does not own
         self._engine: weakref.ref[Engine] | None = None
         self._rank: int | None = None  # where there are several
 
@@ -116,9 +118,22 @@ class Watch:
         self._rank = _rank_of_process()
         for optimizer, params in loops:
             stream = self._add_stream(params, _state_of(optimizer), self._model if not self._streams else None)
-            self._loops.append(LoopHooks(stream, optimizer, scaler))
+            replays = None
+            if self.replay and len(loops) == 1:
+                has_scale = scaler is not None and scaler.is_enabled()
+                replays = self._replays = LoopReplays(self._model, params, self._examined, has_scale=has_scale)
+            self._loops.append(LoopHooks(stream, optimizer, scaler, replays))
             stream.arm()
         return self
+
+    def record(self, compute_loss: Callable[[], Any], factor: float = 1.0) -> None:
+        """Before a forward in a loop of your own: how to compute its loss again, in case the step is skipped.
+
+        `factor` is what the loop multiplies this loss by, such as 1 / the number of micro-batches.
+        """
+        if self._replays is None:
+            raise SettingError(_no_record(self))
+        self._replays.record(compute_loss, factor)
 
     def _attach_engine(self, engine: Engine) -> None:
         if self._streams:
@@ -152,6 +167,11 @@ class Watch:
         stream = Stream(sampler, hooks, self.every, self._finish, self._send)
         self._streams.append(stream)
         return stream
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a step of a loop of your own is being computed again: its hooks on forwards should do nothing then."""
+        return self._replays is not None and self._replays.is_replaying
 
     # --- the Engine's calls -----------------------------------------------------------------------------------------
 
@@ -253,7 +273,9 @@ class Watch:
 
     @property
     def autopsies(self) -> list[Autopsy]:
-        """Of the skipped steps that were examined; they need `engine.step(replay=...)`."""
+        """Of the skipped steps that were examined; they need `engine.step(replay=...)`, or `record` in another loop."""
+        if self._replays is not None:
+            return self._replays.autopsies
         return [] if self._autopsies is None else self._autopsies.autopsies
 
     def report(self) -> WatchReport:
@@ -279,6 +301,17 @@ class Watch:
             log_info(f"Watch: {event}")
         if self._outlet is not None:
             self._outlet(event)
+
+
+def _no_record(watch: Watch) -> str:
+    """Why `record` cannot be called."""
+    if not watch.replay:
+        return "Watch.record has no effect with replay=False; leave that argument out."
+    if watch._engine is not None:  # noqa: SLF001 - of this file
+        return "This Watch belongs to an Engine: pass the function to engine.step(replay=fn)."
+    if watch._streams:  # noqa: SLF001
+        return "Watch.record needs a Watch of one optimizer: which one's step a micro-batch belongs to is not known."
+    return "Call Watch.attach(optimizer, scaler) before Watch.record."
 
 
 def _rank_of_process() -> int | None:

@@ -159,9 +159,14 @@ class Replays:
     def end_window(self, step: int) -> None:
         """File the window's micro-batches under the number of its step."""
         if self.active:
-            self._steps[step], self._window = self._window, []
-            while len(self._steps) > _MOST_STEPS:
-                del self._steps[next(iter(self._steps))]
+            self.file(step, self._window)
+            self._window = []
+
+    def file(self, step: int, batches: list[MicroBatch | None]) -> None:
+        """Keep the micro-batches of a step until its outcome has arrived."""
+        self._steps[step] = batches
+        while len(self._steps) > _MOST_STEPS:
+            del self._steps[next(iter(self._steps))]
 
     def drop_window(self) -> None:
         """Forget the micro-batches of the window in progress."""

@@ -1,0 +1,175 @@
+"""What every integration does, whichever library owns the loop: watch it, examine what it skips, stop it when it is stuck.
+
+A library tells the Monitor three things: how a micro-batch can be computed again, the loss of each, and when a step is over.
+The rest is `halfstep.Watch` on the optimizer and the scaler that the library made, and, where there is no scaler, a
+`halfstep.Guard`, so that a NaN never reaches the weights. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import OverflowStop, SettingError
+from halfstep.events import log_info, log_once
+from halfstep.inspection.inspector import inspect
+from halfstep.inspection.result import Inspection
+from halfstep.optim.shards import is_sharded
+from halfstep.scaling.readback import Readback
+from halfstep.watching.events import Event
+from halfstep.watching.guard import Guard
+from halfstep.watching.watch import Watch
+
+__all__ = ["Monitor", "Outlet", "own_optimizer"]
+
+Outlet = Callable[[Event], None]
+_SHARDED = (
+    "Halfstep: the parameters are sharded (FSDP2), so their gradients are guarded and losses are watched, but nothing is sampled "
+    "and skipped steps are not computed again."
+)
+
+
+class Monitor:
+    """Watches one training loop until `close()`.
+
+    `every` is the number of steps between samples; `max_skips` skipped steps in a row raise OverflowStop (None: never); each
+    Event is passed to every one of `outlets`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        every: int = 100,
+        activations: bool = False,
+        max_skips: int | None = 25,
+        outlets: Sequence[Outlet] = (),
+    ) -> None:
+        self._max_skips, self._outlets = max_skips, tuple(outlets)
+        self._inspected = (model, list(optimizers), scaler)
+        self.truth: Inspection | None = None  # known after the first step
+        self._readback, self._step, self._undo = Readback(), 0, contextlib.ExitStack()
+        self._loss: Tensor | None = None  # of the step in progress
+        optimizers = [own_optimizer(each) for each in optimizers]
+        sharded = any(is_sharded(p) for each in optimizers for group in each.param_groups for p in group["params"])
+        group = torch.distributed.group.WORLD if sharded else None
+        self._guards: list[Guard] = []
+        if scaler is None or not scaler.is_enabled():
+            names = list(model.named_parameters())
+            self._guards = [Guard(o, max_skips, named_parameters=names, process_group=group) for o in optimizers]
+        self.watch = Watch(model, every=every, activations=activations, outlet=self._sent)
+        self._can_record = not sharded and len(optimizers) == 1
+        if sharded:
+            log_once(_SHARDED)
+        else:
+            self.watch.attach(optimizers, scaler)
+
+    def record(self, compute_loss: Callable[[], Any], factor: float = 1.0) -> None:
+        """Before the forward of a micro-batch: how to compute its loss again, and what the loop multiplies it by."""
+        if self._can_record:
+            self.watch.record(compute_loss, factor)
+
+    def follow(self, model: nn.Module, accumulate: int = 1) -> None:
+        """Record every training forward of a model that returns its loss, as those of transformers do, until `close()`.
+
+        `accumulate` is the number that the loop divides each loss by, unless the model has divided it by the items of the step.
+        """
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_training(model):
+                factor = 1.0 if "num_items_in_batch" in kwargs else 1.0 / accumulate
+                self.record(functools.partial(_loss_of, model, args, kwargs), factor)
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if self._is_training(model):
+                self.add_loss(_loss_in(output))
+
+        self.on_close(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.on_close(model.register_forward_hook(after).remove)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a forward that runs now is that of a replay."""
+        return self.watch.is_replaying
+
+    def _is_training(self, model: nn.Module) -> bool:
+        return not self.is_replaying and model.training and torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def add_loss(self, loss: Any) -> None:
+        """A micro-batch's share of the loss of the step, on the device."""
+        if isinstance(loss, Tensor):
+            part = loss.detach().float().reshape(-1).sum()
+            self._loss = part if self._loss is None else self._loss + part
+
+    def add_other_loss(self, loss: Any) -> None:
+        """The loss that a loop has made itself, unless the model returned one that was added already."""
+        if self._loss is None:
+            self.add_loss(loss)
+
+    def on_close(self, undo: Callable[[], Any]) -> None:
+        """Call this, too, when the Monitor is closed."""
+        self._undo.callback(undo)
+
+    def end_step(self) -> None:
+        """A step is over: its loss is read when it has arrived. After the first one the truth table is logged."""
+        self._step += 1
+        if self._step == 1:
+            self.truth = inspect(*self._inspected).result
+            log_info(f"What this run stores:\n{self.truth}")
+        if self._loss is not None:
+            self._readback.push(self._loss.reshape(1), self._step)
+            self._loss = None
+        self._observe_losses(wait=False)
+
+    def close(self) -> None:
+        """Deliver what is pending, and remove every hook and Guard."""
+        self._undo.close()
+        self._observe_losses(wait=True)
+        self.watch.close()
+        for guard in self._guards:
+            guard.close()
+
+    def _observe_losses(self, *, wait: bool) -> None:
+        for step, (loss,) in self._readback.deliver(wait=wait):
+            self.watch.observe_loss(step, loss)
+
+    def _sent(self, event: Event) -> None:
+        for outlet in self._outlets:
+            outlet(event)
+        # A Guard stops by itself.
+        if self._max_skips is None or self._guards or event.kind != "skip":
+            return
+        if event.data["consecutive"] >= self._max_skips:
+            raise OverflowStop(
+                f"{event.data['consecutive']} steps in a row were skipped because of non-finite gradients (max_skips={self._max_skips}); the "
+                f"last, {event} Usual causes: NaN or inf in the data or the loss, weights that are not finite, or values beyond the "
+                "range of fp16. max_skips=None never stops."
+            )
+
+
+def own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a library's wrapper: Accelerate, Lightning and Fabric call it `optimizer`."""
+    own: torch.optim.Optimizer = optimizer
+    while isinstance(inner := getattr(own, "optimizer", None), torch.optim.Optimizer):
+        own = inner
+    return own
+
+
+def _loss_in(output: Any) -> Any:
+    """The loss in a model's output, if it has one."""
+    return output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+
+
+def _loss_of(model: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    loss = _loss_in(model(*args, **kwargs))
+    if not isinstance(loss, Tensor):
+        raise SettingError("the model returned no loss: the loop computes one of its own, which Halfstep does not know")
+    return loss
