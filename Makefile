@@ -12,6 +12,10 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # The tests of the kernels, and those of their callers again with the kernels: Triton interprets them on the CPU.
 INTERPRETED = tests/optim/test_fused.py tests/optim/test_lean.py tests/kernels/test_gradstats.py tests/kernels/test_exponents.py tests/kernels/test_cross_entropy.py tests/engine/test_promises.py tests/watching/test_kernel.py tests/kernels/test_ranges.py tests/kernels/signs/test_signs.py
 
+# The tree and the packages that `make test` has passed on: on the same ones `make test-all` runs the slow tests only.
+STATE = $$({ git rev-parse HEAD && git diff HEAD && git ls-files -o --exclude-standard -z | xargs -0 -r cat && \
+	$(BIN)/python -m pip freeze --disable-pip-version-check || date +%s%N; } 2>/dev/null | sha256sum)
+
 .PHONY: demo test test-all coverage lint type format check clean
 
 # One thread: with 26 thousand parameters a second one only adds synchronization.
@@ -22,10 +26,12 @@ demo: $(VENV)/.base  ## the main job on this machine
 test: $(VENV)/.dev  ## all tests except the slow ones, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report= --cov-fail-under=90
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(INTERPRETED)
+	@echo "$(STATE)" > $(VENV)/.tested
 
 test-all: $(VENV)/.all  ## every test
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+	@test "$$(cat $(VENV)/.tested 2>/dev/null)" = "$(STATE)" || $(MAKE) test
+	$(PYTEST) -m slow
+	TRITON_INTERPRET=1 $(PYTEST) -m slow $(INTERPRETED)
 
 coverage: $(VENV)/.dev  ## the lines that the last `make test` did not run
 	$(BIN)/coverage report
