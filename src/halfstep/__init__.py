@@ -27,6 +27,7 @@ _HOME = {
     "NoScaler": "scaling.scaler",
     "OverflowStop": "errors",
     "Policy": "precision.policy",
+    "Rehearsal": "rehearsal",
     "StaticScaler": "scaling.scaler",
     "StepResult": "engine.result",
     "Watch": "watching.watch",
@@ -37,6 +38,7 @@ _HOME = {
     "get_format": "precision.formats",
     "plan": "planning",
     "probe": "hardware.probe",
+    "rehearse": "rehearsal",
     "set_tf32": "hardware.tf32",
 }
 
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from halfstep.precision.formats import Format, get_format
     from halfstep.precision.loss_scale import LossScale
     from halfstep.precision.policy import Policy
+    from halfstep.rehearsal import Rehearsal, rehearse
     from halfstep.scaling.gradscaler import GradScaler
     from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
     from halfstep.watching.guard import Guard

@@ -36,7 +36,11 @@ __all__ = ["BLOCK_FORMATS", "MXFP8", "NVFP4", "round_mxfp8", "round_nvfp4"]
 
 MXFP8, NVFP4 = "mxfp8", "nvfp4"
 _MX_BLOCK, _NV_BLOCK = 32, 16
-_E4M3 = (FP8_E4M3FN.fraction_bits, 1 - FP8_E4M3FN.bias, FP8_E4M3FN.max)  # fraction bits, smallest exponent, largest value
+_E4M3 = (
+    FP8_E4M3FN.fraction_bits,
+    1 - FP8_E4M3FN.bias,
+    FP8_E4M3FN.max,
+)  # fraction bits, smallest exponent, largest value
 _E2M1 = (1, 0, 6.0)
 _E4M3_TOP = 8  # exponent of the largest power of two of e4m3
 _E8M0_LEAST, _E8M0_MOST = -127, 127
@@ -99,7 +103,9 @@ def _exponent(magnitude: Tensor) -> Tensor:
 def _power(exponent: Tensor) -> Tensor:
     """2^exponent for exponents from -127 to 127, from its bits: 2^-127 is a subnormal of fp32."""
     normal = (exponent + FP32.bias) << FP32.fraction_bits
-    return torch.where(exponent == _E8M0_LEAST, 1 << (FP32.fraction_bits - 1), normal).to(torch.int32).view(torch.float32)
+    return (
+        torch.where(exponent == _E8M0_LEAST, 1 << (FP32.fraction_bits - 1), normal).to(torch.int32).view(torch.float32)
+    )
 
 
 def _round(x: Tensor, fraction_bits: int, smallest_exponent: int, largest: float) -> Tensor:

@@ -33,10 +33,23 @@ from halfstep.kernels.exponents import LARGEST, count_exponents
 from halfstep.rehearsal.blocks import BlockSums
 from halfstep.rehearsal.rules import FIRST, LOWER, VIEW, rule_of
 
-__all__ = ["ACTIVATION", "GRADIENT", "INNER", "INPUT", "KINDS", "LOSS", "ROOT", "UPDATE", "WEIGHT", "WEIGHT_GRADIENT", "Observer", "Operation"]
+__all__ = [
+    "ACTIVATION",
+    "GRADIENT",
+    "INNER",
+    "INPUT",
+    "KINDS",
+    "LOSS",
+    "ROOT",
+    "UPDATE",
+    "WEIGHT",
+    "WEIGHT_GRADIENT",
+    "Observer",
+    "Operation",
+]
 
 ROOT, LOSS = "(model)", "(loss)"  # what the root's own forward computes, and what is computed outside the model
-ACTIVATION, GRADIENT, INNER = "activation", "activation gradient", "gradient inside the loss"
+ACTIVATION, GRADIENT, INNER = "activation", "activation gradient", "inner gradient"
 WEIGHT, WEIGHT_GRADIENT, UPDATE = "weight", "weight gradient", "update"
 INPUT = "input"  # a tensor from outside that a product uses; counted to check its range, in no report
 KINDS = (ACTIVATION, GRADIENT, INNER, WEIGHT_GRADIENT, WEIGHT, UPDATE)

@@ -40,7 +40,7 @@ from halfstep.rehearsal.rounding import BestScale, best_scale, largest_magnitude
 from halfstep.rehearsal.rules import FIRST, LOWER, VIEW
 from halfstep.watching.stats import TensorStats
 
-__all__ = ["Proposal", "Risk", "Trouble", "propose", "risks_of", "troubles_of"]
+__all__ = ["Proposal", "Risk", "Trouble", "propose", "risks_of", "sixteen_bit_rows", "troubles_of"]
 
 LOST = 0.1  # relative error of a gradient from which it counts as lost; rounding alone is 0.0002 in fp16
 MOST_KEPT = 0.5  # share of the products; with more of them in fp32, fp16 is no gain
@@ -85,14 +85,34 @@ class Proposal:
 
 
 def troubles_of(ledger: Ledger, policy: Policy) -> tuple[tuple[Trouble, ...], BestScale | None]:
-    """What goes wrong under a policy, and the loss scale that this assumes: the policy's own if it is static, else the best one."""
+    """What goes wrong under a policy, the worst of each module and kind, and the loss scale that this assumes.
+
+    That is the policy's own scale if it is static, else the best one.
+    """
     fmt = _format(policy)
     kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
     narrow = sixteen_bit(ledger.operations, kept)
-    troubles = [*_forward_troubles(ledger, narrow, kept, fmt)]
     scale = _scale_for(ledger, narrow, kept, fmt, policy)
-    troubles += _gradient_troubles(ledger, narrow, kept, fmt, 0 if scale is None else scale.exponent)
-    return tuple(troubles), scale
+    worst: dict[tuple[str, str, str], Trouble] = {}
+    for trouble in _all_troubles(ledger, narrow, kept, fmt, 0 if scale is None else scale.exponent):
+        key = (trouble.module, trouble.kind, trouble.effect)
+        if key not in worst or (trouble.lost, trouble.largest) > (worst[key].lost, worst[key].largest):
+            worst[key] = trouble
+    return tuple(worst.values()), scale
+
+
+def sixteen_bit_rows(ledger: Ledger, policy: Policy) -> frozenset[tuple[str, str]]:
+    """The (module, kind) of which something is 16-bit under a policy; others are fp32, whatever range they have."""
+    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    rows = set()
+    for name in sixteen_bit(ledger.operations, kept):
+        op = ledger.operations[name]
+        rows |= {(op.module, kind) for kind in (ACTIVATION, GRADIENT, INNER)}
+        if op.rule == LOWER and op.params:
+            rows |= {
+                (param.rpartition(".")[0] or ROOT, kind) for param in op.params for kind in (WEIGHT, WEIGHT_GRADIENT)
+            }
+    return frozenset(rows)
 
 
 def risks_of(ledger: Ledger, policy: Policy) -> tuple[Risk, ...]:
@@ -118,28 +138,30 @@ def propose(ledger: Ledger, policy: Policy) -> Proposal:
     fmt = _format(policy)
     kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
     reasons: list[str] = []
-    for _ in range(len(ledger.operations) + 1):
+    scale: BestScale | None = None
+    fresh = False  # whether the scale was chosen for the modules that are kept now
+    while True:
         narrow = sixteen_bit(ledger.operations, kept)
-        trouble = next(_forward_troubles(ledger, narrow, kept, fmt), None)
-        troubles = [trouble] if trouble is not None else []
-        scale = None
-        if not troubles:
-            scale = _scale_for(ledger, narrow, kept, fmt, policy)
-            troubles = [*_gradient_troubles(ledger, narrow, kept, fmt, 0 if scale is None else scale.exponent)]
-        if not troubles:
-            break
-        for each in troubles:
-            if each.cure is None:
-                return _wider(ledger, policy, [*reasons, str(each)], "which is outside of every module that could be kept in fp32")
-            if not is_inside(each.cure, kept):
-                reasons.append(f"keep {each.cure} in fp32. {each}")
-                kept = {name for name in kept if not is_inside(name, {each.cure})} | {each.cure}
+        exponent = None if scale is None else scale.exponent
+        trouble = next(_all_troubles(ledger, narrow, kept, fmt, exponent), None)
+        if trouble is None:
+            if fresh or (scale is None and fmt is not FP16):
+                break
+            scale, fresh = _scale_for(ledger, narrow, kept, fmt, policy), True
+            continue
+        if trouble.cure is None or is_inside(trouble.cure, kept):
+            return _wider(ledger, policy, [*reasons, str(trouble)], "keeping modules in fp32 does not change that")
+        fresh = False
+        reasons.append(f"keep {trouble.cure} in fp32. {trouble}")
+        kept = {name for name in kept if not is_inside(name, {trouble.cure})} | {trouble.cure}
     if _share_kept(ledger, kept) > MOST_KEPT:
         return _wider(ledger, policy, reasons, f"more than {MOST_KEPT:.0%} of the products would stay in fp32")
     return _with(policy, ledger, kept, scale, tuple(reasons))
 
 
-def _with(policy: Policy, ledger: Ledger, kept: set[str], scale: BestScale | None, reasons: tuple[str, ...]) -> Proposal:
+def _with(
+    policy: Policy, ledger: Ledger, kept: set[str], scale: BestScale | None, reasons: tuple[str, ...]
+) -> Proposal:
     patterns = patterns_for(kept, ledger.modules) if kept else ()
     proposed = replace(policy, keep_fp32=patterns)
     if scale is not None and policy.scaling.mode == "dynamic":
@@ -161,12 +183,26 @@ def _start_at(settings: LossScale, scale: BestScale) -> LossScale:
 def _wider(ledger: Ledger, policy: Policy, reasons: list[str], because: str) -> Proposal:
     kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
     wide = Policy(compute="bf16", keep_fp32=patterns_for(kept, ledger.modules) if kept else ())
-    return Proposal(str(wide), tuple(sorted(kept)), None, (*reasons, f"bf16 has the range of fp32; {policy.compute} does not, and {because}"))
+    return Proposal(
+        str(wide),
+        tuple(sorted(kept)),
+        None,
+        (*reasons, f"bf16 has the range of fp32; {policy.compute} does not, and {because}"),
+    )
 
 
 def _share_kept(ledger: Ledger, kept: Collection[str]) -> float:
     products = [op for op in ledger.operations.values() if op.rule == LOWER]
     return sum(is_inside(op.module, kept) for op in products) / len(products) if products else 0.0
+
+
+def _all_troubles(
+    ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format, exponent: int | None
+) -> Iterator[Trouble]:
+    """What is out of range, forward first; gradients only once there is a loss scale 2^exponent."""
+    yield from _forward_troubles(ledger, narrow, kept, fmt)
+    if exponent is not None:
+        yield from _gradient_troubles(ledger, narrow, kept, fmt, exponent)
 
 
 def _forward_troubles(ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format) -> Iterator[Trouble]:
@@ -217,9 +253,7 @@ def _gradient_troubles(
             yield _trouble(ledger, narrow, op, kind, stats, UNDERFLOW, lost)
 
 
-def _gradients(
-    ledger: Ledger, narrow: set[str], kept: Collection[str]
-) -> Iterator[tuple[Operation, str, TensorStats]]:
+def _gradients(ledger: Ledger, narrow: set[str], kept: Collection[str]) -> Iterator[tuple[Operation, str, TensorStats]]:
     """The gradients that are computed in 16 bits, with the operation that needs them; none without a non-zero element."""
     for name, op in ledger.operations.items():
         own = ledger.gradient(name) if name in narrow and op.rule != VIEW else None

@@ -26,7 +26,7 @@ from halfstep.precision.policy import Policy
 from halfstep.rehearsal.blocks import BlockSums, block_errors
 from halfstep.rehearsal.ledger import Ledger, Row
 from halfstep.rehearsal.observer import INPUT, KINDS, LOSS, ROOT, UPDATE, WEIGHT, WEIGHT_GRADIENT, Observer
-from halfstep.rehearsal.proposal import propose, risks_of, troubles_of
+from halfstep.rehearsal.proposal import propose, risks_of, sixteen_bit_rows, troubles_of
 from halfstep.rehearsal.result import Rehearsal
 from halfstep.train.config import DEFAULT_BATCH
 from halfstep.train.stream import DataStream, to_device
@@ -85,6 +85,7 @@ def rehearse(
         troubles=troubles,
         risks=risks_of(ledger, policy),
         proposal=propose(ledger, policy),
+        sixteen_bit=sixteen_bit_rows(ledger, policy),
     )
 
 
@@ -106,9 +107,7 @@ def _observe(
     model = copy.deepcopy(job.call("model", run)).to(run.device).train()  # a job may return the same module every time
     check_patterns(model, policy)
     optimizer = job.call("optimizer", run, model=model)
-    engine = Engine(
-        model, optimizer, "fp32", max_norm=max_norm, scheduler=_scheduler(job, run, optimizer, model)
-    )
+    engine = Engine(model, optimizer, "fp32", max_norm=max_norm, scheduler=_scheduler(job, run, optimizer, model))
     observer = Observer(model)
     sums = BlockSums()
     losses: list[float] = []

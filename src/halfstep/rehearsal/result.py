@@ -47,6 +47,7 @@ class Rehearsal:
     troubles: tuple[Trouble, ...]  # of the policy
     risks: tuple[Risk, ...]
     proposal: Proposal
+    sixteen_bit: frozenset[tuple[str, str]]  # the (module, kind) that are 16-bit under the policy
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -60,10 +61,18 @@ class Rehearsal:
             exponent = self.scale.exponent
         return predict(row, fmt, exponent)
 
-    def worst(self) -> list[tuple[Row, Prediction]]:
-        """All rows with their prediction for fp16, the worst first: overflows, then what loses most."""
-        pairs = [(row, self.predict(row, FP16)) for row in self.rows]
-        return sorted(pairs, key=lambda pair: (not pair[1].overflows, -pair[1].error, pair[1].overflow_margin))
+    def worst(self) -> list[Row]:
+        """All rows, the worst first: what is out of range in the policy, then what has the largest errors in fp16.
+
+        What stays in fp32 under the policy comes last.
+        """
+        named = {(trouble.module, trouble.kind) for trouble in self.troubles}
+
+        def order(row: Row) -> tuple[bool, bool, float]:
+            key = (row.module, row.kind)
+            return key not in named, key not in self.sixteen_bit, -self.predict(row, FP16).error
+
+        return sorted(self.rows, key=order)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; non-finite numbers are strings."""
@@ -92,6 +101,7 @@ class Rehearsal:
         return {
             "module": row.module,
             "kind": row.kind,
+            "sixteen_bit": (row.module, row.kind) in self.sixteen_bit,
             "numel": stats.numel,
             "largest": largest_magnitude(stats),
             "smallest": stats.smallest,
@@ -150,7 +160,12 @@ def _trouble(t: Trouble) -> dict[str, Any]:
 
 
 def _scale(scale: BestScale) -> dict[str, Any]:
-    return {"scale": scale.scale, "error": scale.error, "least_error": scale.least_error, "highest": math.ldexp(1.0, scale.highest)}
+    return {
+        "scale": scale.scale,
+        "error": scale.error,
+        "least_error": scale.least_error,
+        "highest": math.ldexp(1.0, scale.highest),
+    }
 
 
 def _number(value: float) -> float | str:

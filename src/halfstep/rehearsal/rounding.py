@@ -49,20 +49,24 @@ def largest_magnitude(stats: TensorStats) -> float:
 
 def relative_error(bins: Sequence[int] | np.ndarray, fmt: Format, scale_exponent: int = 0) -> float:
     """The relative L2 error of elements, counted by exponent, that are rounded to `fmt` after a multiplication by 2^k."""
-    counts = np.asarray(bins, dtype=np.float64)[: SENTINEL + BIN_OF_1]
-    if not counts.any():
-        return 0.0
-    used = np.nonzero(counts)[0]
-    counts, e = counts[used], _EXPONENTS[used].astype(np.float64)
-    top = e.max()
-    squares = counts * np.exp2(2 * (e - top))  # relative to the largest bin, so that nothing underflows
-    scaled = e + scale_exponent
+    return float(_errors(np.asarray([bins], dtype=np.float64), fmt, np.array([scale_exponent]))[0, 0])
+
+
+def _errors(bins: np.ndarray, fmt: Format, scale_exponents: np.ndarray) -> np.ndarray:
+    """The relative L2 errors of tensors (rows) at scales (columns)."""
+    counts = bins[:, : SENTINEL + BIN_OF_1]
+    e = _EXPONENTS[: SENTINEL + BIN_OF_1].astype(np.float64)
+    top = np.where(counts > 0, e, e[0]).max(axis=1, keepdims=True)
+    squares = counts * np.exp2(2 * np.minimum(e - top, 0))  # relative to the largest bin, so that nothing overflows
+    weights = squares / np.maximum(squares.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    scaled = e[:, None] + scale_exponents[None, :]
     smallest = 1 - fmt.bias - fmt.fraction_bits  # exponent of the smallest subnormal
     ulp = np.maximum(scaled, 1 - fmt.bias) - fmt.fraction_bits
-    share = np.exp2(2 * (ulp - scaled)) / 12  # of the square of 2^e
+    share = np.exp2(2 * np.minimum(ulp - scaled, 1)) / 12  # of the square of 2^e
     share = np.where(scaled == smallest - 1, _ROUNDED_UP, share)
     share = np.where(scaled < smallest - 1, _SQUARE, share)
-    return math.sqrt(float((squares * share).sum() / (squares.sum() * _SQUARE)))
+    errors: np.ndarray = np.sqrt(weights @ (share / _SQUARE))
+    return errors
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,6 @@ class BestScale:
         return math.ldexp(1.0, self.exponent)
 
 
-def mean_error(tensors: Sequence[TensorStats], fmt: Format, scale_exponent: int) -> float:
-    """The root mean square over tensors of their relative errors."""
-    errors = [relative_error(t.bins, fmt, scale_exponent) for t in tensors]
-    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
-
-
 def best_scale(tensors: Sequence[TensorStats], fmt: Format, limit: float = math.inf) -> BestScale:
     """The loss scale with the least error at which no element overflows.
 
@@ -100,7 +98,9 @@ def best_scale(tensors: Sequence[TensorStats], fmt: Format, limit: float = math.
     allowed = [
         k for k in _SCALES if math.ldexp(largest, k) <= fmt.max and (not wide or math.log2(wide) + k < SENTINEL)
     ] or [_SCALES[0]]
-    errors = {k: mean_error(tensors, fmt, k) for k in allowed}
+    each = _errors(np.array([t.bins for t in tensors], dtype=np.float64).reshape(-1, NUM_BINS), fmt, np.array(allowed))
+    means = np.sqrt(np.square(each).mean(axis=0)) if tensors else np.zeros(len(allowed))
+    errors = dict(zip(allowed, means.tolist(), strict=True))
     least = min(errors.values())
     highest = allowed[-1]
     top = max(highest - _HEADROOM, allowed[0])
