@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -81,7 +81,7 @@ class Observer(TorchFunctionMode):
         self._stack: list[str] = []
         self._calls: Counter[str] = Counter()
         self._producers: Any = WeakTensorKeyDictionary()
-        self._params = {param: name for name, param in model.named_parameters()}
+        self._params: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         self._leaves: set[str] = set()
         self._handles: list[Any] = []
         self._in_loss = False
@@ -136,7 +136,7 @@ class Observer(TorchFunctionMode):
             handle.remove()
         self._producers = WeakTensorKeyDictionary()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # Python code: its products are inside
             with self:
@@ -180,7 +180,7 @@ class Observer(TorchFunctionMode):
             if rule != VIEW:
                 self.count(ACTIVATION, name, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(name))
+                    tensor.register_hook(self._gradient_hook(name))  # type: ignore[no-untyped-call]
 
     def _record_outside(self, name: str, inputs: list[Tensor]) -> None:
         """Count what a product reads that no operation computed: a batch, or the input of a gradient penalty."""
@@ -188,14 +188,14 @@ class Observer(TorchFunctionMode):
             if tensor not in self._params and tensor not in self._producers:
                 self.count(INPUT, name, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(name))
+                    tensor.register_hook(self._gradient_hook(name))  # type: ignore[no-untyped-call]
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             with torch.no_grad():
                 self.count(INNER if self._in_loss else GRADIENT, name, gradient)
             if self._in_loss and gradient.requires_grad:  # create_graph=True
-                gradient.register_hook(lambda second: self.count(GRADIENT, name, second))
+                gradient.register_hook(lambda second: self.count(GRADIENT, name, second))  # type: ignore[no-untyped-call]
 
         return hook
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from halfstep.precision.formats import get_format
 from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
 from halfstep.report.numerics.heat import heat_maps
-from halfstep.report.numerics.view import TensorRow
+from halfstep.report.numerics.view import TensorRow, format_of
 from halfstep.report.rehearsal.text import HEADS, error_cells, observed_text, scale_text, trouble_cells
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def page_values(rehearsal: Rehearsal) -> dict[str, Any]:
     from halfstep.precision.policy import Policy
     from halfstep.rehearsal.observer import KINDS
 
-    fmt = get_format(Policy.parse(rehearsal.policy).compute)
+    fmt = format_of(Policy.parse(rehearsal.policy).compute)
     rows = [_tensor_row(row) for row in rehearsal.rows]
     proposal = rehearsal.proposal
     return {
