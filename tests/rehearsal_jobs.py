@@ -1,5 +1,7 @@
 """Jobs for rehearsals: four that fp16 breaks in known layers, and healthy ones."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -141,12 +143,21 @@ def _cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _penalised(model, batch):
+def _penalty(model, batch, context):
     """A critic's loss with an R1 penalty; the gradient inside it is not scaled."""
     x = batch[0].mul(1e-5).requires_grad_()
     score = model(x)
-    (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-    return F.softplus(-score).mean() + 1e-12 * gradient.pow(2).sum(-1).mean()
+    with context:
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return F.softplus(-score.float()).mean() + 1e-12 * gradient.pow(2).sum(-1).mean()
+
+
+def _penalised(model, batch):
+    return _penalty(model, batch, torch.autocast("cpu", enabled=False))  # as torch advises
+
+
+def _penalised_with_autocast(model, batch):
+    return _penalty(model, batch, contextlib.nullcontext())
 
 
 def _adam(params):
@@ -158,9 +169,14 @@ attention = Job(_seeded(Attention), _data(6, 8), _cross_entropy, _adam, name="at
 transformer = Job(_seeded(lambda: Attention(1.0)), _data(6, 8), _cross_entropy, _adam, name="transformer")
 # Without an epsilon that is smaller than the gradients, Adam would not move the first layers in fp32 either.
 sigmoids = Job(
-    _seeded(Sigmoids), _data(8), _cross_entropy, lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-30), name="sigmoids"
+    _seeded(Sigmoids),
+    _data(8),
+    _cross_entropy,
+    lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-30),
+    name="sigmoids",
 )
 critic = Job(_seeded(Critic), _data(8), _penalised, _adam, name="critic")
+cast_critic = Job(_seeded(Critic), _data(8), _penalised_with_autocast, _adam, name="cast critic")
 mlp = Job(
     _seeded(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))),
     _data(8), _cross_entropy, _adam, name="mlp",

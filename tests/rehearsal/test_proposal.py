@@ -1,17 +1,27 @@
 """What a rehearsal says about models built to break fp16, and about healthy ones."""
 
+import functools
+
 import pytest
-import rehearsal_jobs as jobs
 import torch
 import torch.nn.functional as F
 
+import rehearsal_jobs as jobs
 from halfstep.jobs.job import Job
 from halfstep.precision.policy import Policy
 from halfstep.rehearsal import rehearse
+from halfstep.rehearsal.proposal import propose, troubles_of
 
 
-def run(job, precision="fp16", **settings):
-    return rehearse(job, precision, **{"steps": 2, "batch": 16} | settings)
+@functools.cache
+def run(job, precision="fp16"):
+    return rehearse(job, precision, steps=2, batch=16)
+
+
+def with_policy(job, precision):
+    """The troubles, scale and proposal of another policy, from the same steps."""
+    ledger, policy = run(job).ledger, Policy.parse(precision)
+    return *troubles_of(ledger, policy), propose(ledger, policy)
 
 
 def named(rehearsal):
@@ -55,6 +65,14 @@ def test_an_unscaled_gradient_penalty_is_named():
     assert Policy.parse(result.proposal.policy).keep_fp32 == ("first", "second")
 
 
+def test_a_penalty_with_autocast_on_cannot_be_cured_by_keeping_modules():
+    """torch casts the backward pass of every module then, so bf16 is proposed, with the change that would help."""
+    result = run(jobs.cast_critic)
+    assert ("first", "inner gradient", "overflow") in named(result)
+    assert result.proposal.policy == "bf16"
+    assert "torch.autocast(device_type, enabled=False)" in result.proposal.reasons[-1]
+
+
 def test_a_penalty_that_underflows_is_named():
     """Gradients inside the loss that fp16 flushes to 0."""
 
@@ -93,20 +111,19 @@ def test_what_cannot_be_kept_gets_bf16():
 
 def test_a_policy_with_exceptions_is_taken_as_it_is():
     """The modules that a policy keeps in fp32 are not in trouble, and a static scale is used as given."""
-    result = run(jobs.residual, "fp16,keep_fp32=blocks.1.fc2")
-    assert result.troubles == ()
-    assert Policy.parse(result.proposal.policy).keep_fp32 == ("blocks.1.fc2",)
-    static = run(jobs.mlp, "fp16,loss_scale=1048576")
-    assert static.scale.exponent == 20
-    assert {t.effect for t in static.troubles} == {"overflow"}
+    troubles, _, proposal = with_policy(jobs.residual, "fp16,keep_fp32=blocks.1.fc2")
+    assert troubles == ()
+    assert Policy.parse(proposal.policy).keep_fp32 == ("blocks.1.fc2",)
+    troubles, scale, _ = with_policy(jobs.mlp, "fp16,loss_scale=16777216")
+    assert scale.exponent == 24
+    assert {t.effect for t in troubles} == {"overflow"}
 
 
 def test_bf16_has_none_of_these_troubles():
     """bf16 has the range of fp32."""
     for job in (jobs.residual, jobs.attention, jobs.sigmoids, jobs.critic):
-        result = run(job, "bf16", steps=1)
-        assert result.troubles == ()
-        assert (result.scale, result.proposal.policy) == (None, "bf16")
+        troubles, scale, proposal = with_policy(job, "bf16")
+        assert (troubles, scale, proposal.policy) == ((), None, "bf16")
 
 
 def keeps_nothing(result):

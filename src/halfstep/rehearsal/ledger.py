@@ -30,6 +30,9 @@ class Ledger:
     stats: Mapping[tuple[str, str], TensorStats]
     rows: tuple[Row, ...]  # by module and kind, in the order of the model
     modules: tuple[str, ...]  # the names of all modules, without the root
+    casts_inner: (
+        bool  # whether gradients inside the loss are computed with autocast on, in 16 bits whatever module is kept
+    )
 
     def of(self, kind: str, name: str) -> TensorStats | None:
         """The statistics of one tensor; None if there was none."""

@@ -10,6 +10,11 @@ gradient in the same way. A gradient that arrives while the loss is still being 
 `torch.autograd.grad` in the loss (a gradient penalty): no loss scale protects it, so it has a row of its own. Where such a
 gradient is differentiated again, the second derivative is counted as a gradient of the same operation.
 
+The block looks like an autocast region to the code inside, so that models and losses behave as they will later, but each operation runs with
+autocast off and gives fp32. Where the code itself has turned autocast off, its products stay in fp32 in the real run too. A call of
+`torch.autograd.grad` with autocast on is the opposite case: torch then casts the products of the backward pass, even those of modules that are
+kept in fp32.
+
 Which tensor came from which operation is recorded too (`Operation.inputs`): `dtypes.py` derives from it what would be 16-bit.
 """
 
@@ -31,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.kernels.exponents import LARGEST, count_exponents
 from halfstep.rehearsal.blocks import BlockSums
-from halfstep.rehearsal.rules import FIRST, LOWER, VIEW, rule_of
+from halfstep.rehearsal.rules import FIRST, LOWER, PROMOTE, VIEW, rule_of
 
 __all__ = [
     "ACTIVATION",
@@ -51,6 +56,7 @@ __all__ = [
 ROOT, LOSS = "(model)", "(loss)"  # what the root's own forward computes, and what is computed outside the model
 ACTIVATION, GRADIENT, INNER = "activation", "activation gradient", "inner gradient"
 WEIGHT, WEIGHT_GRADIENT, UPDATE = "weight", "weight gradient", "update"
+_DEVICE_TYPES = ("cpu", "cuda")
 INPUT = "input"  # a tensor from outside that a product uses; counted to check its range, in no report
 KINDS = (ACTIVATION, GRADIENT, INNER, WEIGHT_GRADIENT, WEIGHT, UPDATE)
 
@@ -85,6 +91,7 @@ class Observer(TorchFunctionMode):
         self._leaves: set[str] = set()
         self._handles: list[Any] = []
         self._in_loss = False
+        self.casts_inner = False  # whether the loss calls torch.autograd.grad with autocast on
         self.blocks: BlockSums | None = None  # set for the step in which block-scaled formats are emulated
         for name, module in model.named_modules():
             label = name or ROOT
@@ -94,13 +101,13 @@ class Observer(TorchFunctionMode):
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     @contextmanager
-    def observe(self) -> Iterator[None]:
+    def observe(self, device: torch.device) -> Iterator[None]:
         """The block in which one loss is computed."""
         self._calls.clear()
         self._producers = WeakTensorKeyDictionary()
         self._in_loss = True
         try:
-            with self:
+            with torch.autocast(device.type, torch.float16, cache_enabled=False), self:
                 yield
         finally:
             self._in_loss = False
@@ -141,10 +148,13 @@ class Observer(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # Python code: its products are inside
             with self:
                 return _attention_forward(*args, **kwargs)
-        result = func(*args, **kwargs)
+        with _autocast_off() as was_on:
+            result = func(*args, **kwargs)
+        if func is torch.autograd.grad or func is Tensor.backward:
+            self.casts_inner |= was_on
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
         if results and self._in_loss:
-            self._record(getattr(func, "__name__", str(func)), tree_leaves((args, kwargs)), results)
+            self._record(getattr(func, "__name__", str(func)), tree_leaves((args, kwargs)), results, casts=was_on)
         return result
 
     def _enter(self, label: str) -> Callable[..., None]:
@@ -157,9 +167,9 @@ class Observer(TorchFunctionMode):
         if self._stack:
             self._stack.pop()
 
-    def _record(self, function: str, args: list[Any], results: list[Tensor]) -> None:
+    def _record(self, function: str, args: list[Any], results: list[Tensor], *, casts: bool) -> None:
         inputs = [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
-        rule = rule_of(function, results[0].device.type)
+        rule = rule_of(function, results[0].device.type) if casts else PROMOTE
         if rule != LOWER:
             rule = FIRST if rule == FIRST or any(r is t for r in results for t in inputs) else rule
             if all(_shares(r, inputs) for r in results) and rule != FIRST:
@@ -198,6 +208,19 @@ class Observer(TorchFunctionMode):
                 gradient.register_hook(lambda second: self.count(GRADIENT, name, second))  # type: ignore[no-untyped-call]
 
         return hook
+
+
+@contextmanager
+def _autocast_off() -> Iterator[bool]:
+    """A block with autocast off; gives whether it was on."""
+    kinds = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield bool(kinds)
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
 
 
 def _shares(result: Tensor, inputs: list[Tensor]) -> bool:

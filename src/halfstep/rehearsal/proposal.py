@@ -45,6 +45,11 @@ __all__ = ["Proposal", "Risk", "Trouble", "propose", "risks_of", "sixteen_bit_ro
 LOST = 0.1  # relative error of a gradient from which it counts as lost; rounding alone is 0.0002 in fp16
 MOST_KEPT = 0.5  # share of the products; with more of them in fp32, fp16 is no gain
 NEAR = 3.0  # powers of two from the limit: 8 times as large would overflow
+_NOT_CURED = "keeping modules in fp32 does not change that"
+_AUTOCAST_OFF = (
+    "keeping modules in fp32 would not help: the loss calls torch.autograd.grad with autocast on, which casts the backward pass of "
+    "every module. Call it under torch.autocast(device_type, enabled=False), as torch advises, and rehearse again"
+)
 OVERFLOW, UNDERFLOW = "overflow", "underflow"
 
 
@@ -150,7 +155,8 @@ def propose(ledger: Ledger, policy: Policy) -> Proposal:
             scale, fresh = _scale_for(ledger, narrow, kept, fmt, policy), True
             continue
         if trouble.cure is None or is_inside(trouble.cure, kept):
-            return _wider(ledger, policy, [*reasons, str(trouble)], "keeping modules in fp32 does not change that")
+            advice = _AUTOCAST_OFF if trouble.kind == INNER and ledger.casts_inner else _NOT_CURED
+            return _wider(ledger, policy, [*reasons, str(trouble)], advice)
         fresh = False
         reasons.append(f"keep {trouble.cure} in fp32. {trouble}")
         kept = {name for name in kept if not is_inside(name, {trouble.cure})} | {trouble.cure}
@@ -213,9 +219,12 @@ def _forward_troubles(ledger: Ledger, narrow: set[str], kept: Collection[str], f
             for source in _wide_sources(ledger, narrow, op):
                 stats = ledger.activation(source) if source else ledger.of(INPUT, name)
                 yield from _overflows(ledger, narrow, op, ACTIVATION, stats, fmt)
-                yield from _inner_troubles(ledger, narrow, op, source, fmt)
-        if name in narrow and op.rule != VIEW:
+                if not ledger.casts_inner:
+                    yield from _inner_troubles(ledger, narrow, op, source, fmt)
+        is_narrow = name in narrow and op.rule != VIEW
+        if is_narrow:
             yield from _overflows(ledger, narrow, op, ACTIVATION, ledger.activation(name), fmt)
+        if is_narrow or (ledger.casts_inner and op.rule == LOWER):
             yield from _inner_troubles(ledger, narrow, op, name, fmt)
 
 
@@ -289,7 +298,7 @@ def _scale_for(
 def _trouble(
     ledger: Ledger, narrow: set[str], op: Operation, kind: str, stats: TensorStats, effect: str, lost: float
 ) -> Trouble:
-    cure = _cure(ledger, narrow, op, set())
+    cure = None if kind == INNER and ledger.casts_inner else _cure(ledger, narrow, op, set())
     return Trouble(op.module, kind, effect, op.function, largest_magnitude(stats), lost, cure)
 
 

@@ -114,7 +114,7 @@ def _observe(
     try:
         for step, (epoch, batch) in enumerate(_batches(job, run, steps), start=1):
             observer.blocks = sums if step == steps else None
-            with engine.forward(), observer.observe():
+            with engine.forward(), observer.observe(run.device):
                 loss = job.call("loss", run, model=model, batch=batch, split="train", epoch=epoch)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
@@ -178,4 +178,4 @@ def _ledger(observer: Observer, model: nn.Module, sums: BlockSums) -> Ledger:
         for (module, kind), keys in groups.items()
     ]
     rows.sort(key=lambda row: (order[row.module], KINDS.index(row.kind)))
-    return Ledger(observer.operations, stats, tuple(rows), modules)
+    return Ledger(observer.operations, stats, tuple(rows), modules, observer.casts_inner)
