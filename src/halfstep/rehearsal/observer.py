@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.kernels.exponents import LARGEST, count_exponents
 from halfstep.rehearsal.blocks import BlockSums
-from halfstep.rehearsal.rules import FIRST, LOWER, PROMOTE, VIEW, rule_of
+from halfstep.rehearsal.rules import FIRST, FP32, LOWER, PROMOTE, VIEW, rule_of
 
 __all__ = [
     "ACTIVATION",
@@ -150,11 +150,15 @@ class Observer(TorchFunctionMode):
                 return _attention_forward(*args, **kwargs)
         with _autocast_off() as was_on:
             result = func(*args, **kwargs)
+            if _is_cast_to_fp32(func, args, kwargs) and any(result is arg for arg in args):
+                # It would be a new tensor if the input were 16-bit; the input itself must not count as fp32 from now on.
+                result = result.view_as(result)
         if func is torch.autograd.grad or func is Tensor.backward:
             self.casts_inner |= was_on
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
         if results and self._in_loss:
-            self._record(getattr(func, "__name__", str(func)), tree_leaves((args, kwargs)), results, casts=was_on)
+            name = "float" if _is_cast_to_fp32(func, args, kwargs) else getattr(func, "__name__", str(func))
+            self._record(name, tree_leaves((args, kwargs)), results, casts=was_on)
         return result
 
     def _enter(self, label: str) -> Callable[..., None]:
@@ -169,8 +173,10 @@ class Observer(TorchFunctionMode):
 
     def _record(self, function: str, args: list[Any], results: list[Tensor], *, casts: bool) -> None:
         inputs = [t for t in args if isinstance(t, Tensor) and t.is_floating_point()]
-        rule = rule_of(function, results[0].device.type) if casts else PROMOTE
-        if rule != LOWER:
+        rule = rule_of(function, results[0].device.type)
+        if not casts and function != "float":
+            rule = PROMOTE
+        if rule not in (LOWER, FP32):
             rule = FIRST if rule == FIRST or any(r is t for r in results for t in inputs) else rule
             if all(_shares(r, inputs) for r in results) and rule != FIRST:
                 rule = VIEW
@@ -221,6 +227,11 @@ def _autocast_off() -> Iterator[bool]:
     finally:
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
+
+
+def _is_cast_to_fp32(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is `x.float()` or `x.to(torch.float32)`."""
+    return func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], *kwargs.values()))
 
 
 def _shares(result: Tensor, inputs: list[Tensor]) -> bool:

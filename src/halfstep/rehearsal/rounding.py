@@ -43,7 +43,7 @@ def largest_magnitude(stats: TensorStats) -> float:
     """The largest magnitude that is a value, not the sentinel of a mask."""
     if stats.largest < 2.0**SENTINEL:
         return stats.largest
-    values = [e for e, count in zip(_EXPONENTS.tolist(), stats.bins, strict=True) if count and e < SENTINEL]
+    values = [e for e, count in zip(_EXPONENTS[:-1].tolist(), stats.bins[:-1], strict=True) if count]
     return math.ldexp(1.0, values[-1] + 1) if values else 0.0
 
 
@@ -54,8 +54,8 @@ def relative_error(bins: Sequence[int] | np.ndarray, fmt: Format, scale_exponent
 
 def _errors(bins: np.ndarray, fmt: Format, scale_exponents: np.ndarray) -> np.ndarray:
     """The relative L2 errors of tensors (rows) at scales (columns)."""
-    counts = bins[:, : SENTINEL + BIN_OF_1]
-    e = _EXPONENTS[: SENTINEL + BIN_OF_1].astype(np.float64)
+    counts = bins[:, :-1]  # the last bin has what is beyond 2^63: masks, or an overflow in any case
+    e = _EXPONENTS[:-1].astype(np.float64)
     top = np.where(counts > 0, e, e[0]).max(axis=1, keepdims=True)
     squares = counts * np.exp2(2 * np.minimum(e - top, 0))  # relative to the largest bin, so that nothing overflows
     weights = squares / np.maximum(squares.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
