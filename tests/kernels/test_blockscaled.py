@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.kernels.blockscaled import BLOCK_FORMATS, round_mxfp8, round_nvfp4
+from halfstep.kernels.blockscaled.rounding import BLOCK_FORMATS, round_mxfp8, round_nvfp4
 
 NAN, INF = 0x7FC00000, 0x7F800000
 # Zeros, the smallest and largest subnormals, the smallest normal, values around 1, the largest, ties of e4m3 and e2m1.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.kernels.blockscaled import BLOCK_FORMATS
+from halfstep.kernels.blockscaled.rounding import BLOCK_FORMATS
 
 __all__ = ["BlockError", "BlockSums", "block_errors"]
 

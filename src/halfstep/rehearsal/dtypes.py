@@ -16,17 +16,17 @@ from halfstep.rehearsal.rules import FIRST, FP32, LOWER, VIEW
 __all__ = ["is_inside", "origin", "patterns_for", "sixteen_bit"]
 
 
-def is_inside(module: str, kept: Collection[str]) -> bool:
+def is_inside(module: str, in_fp32: Collection[str]) -> bool:
     """Whether a module is one of these or is inside one."""
     parts = module.split(".")
-    return any(".".join(parts[:i]) in kept for i in range(1, len(parts) + 1))
+    return any(".".join(parts[:i]) in in_fp32 for i in range(1, len(parts) + 1))
 
 
-def sixteen_bit(operations: Mapping[str, Operation], kept: Collection[str]) -> set[str]:
+def sixteen_bit(operations: Mapping[str, Operation], in_fp32: Collection[str]) -> set[str]:
     """The operations whose result is 16-bit."""
     narrow: set[str] = set()
     for name, op in operations.items():  # in the order of the step: inputs first
-        if is_inside(op.module, kept) or op.rule == FP32:
+        if is_inside(op.module, in_fp32) or op.rule == FP32:
             continue
         if op.rule == LOWER:
             narrow.add(name)
@@ -47,11 +47,11 @@ def origin(operations: Mapping[str, Operation], name: str) -> str:
     return name
 
 
-def patterns_for(kept: Collection[str], modules: Collection[str]) -> tuple[str, ...]:
+def patterns_for(in_fp32: Collection[str], modules: Collection[str]) -> tuple[str, ...]:
     """Patterns of `keep_fp32` that cover these modules and no other one; blocks of a stack share a pattern."""
-    wanted = {name for name in modules if is_inside(name, kept)}
+    wanted = {name for name in modules if is_inside(name, in_fp32)}
     patterns = []
-    remaining = sorted(kept)
+    remaining = sorted(in_fp32)
     while remaining:
         name = remaining.pop(0)
         best, covered = name, {name}
@@ -61,7 +61,7 @@ def patterns_for(kept: Collection[str], modules: Collection[str]) -> tuple[str, 
                 continue
             pattern = ".".join([*parts[:i], "*", *parts[i + 1 :]])
             matched = {m for m in modules if _covers(pattern, m)}
-            group = {k for k in kept if _covers(pattern, k)}
+            group = {k for k in in_fp32 if _covers(pattern, k)}
             if matched <= wanted and len(group) > len(covered):
                 best, covered = pattern, group
         patterns.append(best)

@@ -95,11 +95,11 @@ def troubles_of(ledger: Ledger, policy: Policy) -> tuple[tuple[Trouble, ...], Be
     That is the policy's own scale if it is static, else the best one.
     """
     fmt = _format(policy)
-    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
-    narrow = sixteen_bit(ledger.operations, kept)
-    scale = _scale_for(ledger, narrow, kept, fmt, policy)
+    in_fp32 = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    narrow = sixteen_bit(ledger.operations, in_fp32)
+    scale = _scale_for(ledger, narrow, in_fp32, fmt, policy)
     worst: dict[tuple[str, str, str], Trouble] = {}
-    for trouble in _all_troubles(ledger, narrow, kept, fmt, 0 if scale is None else scale.exponent):
+    for trouble in _all_troubles(ledger, narrow, in_fp32, fmt, 0 if scale is None else scale.exponent):
         key = (trouble.module, trouble.kind, trouble.effect)
         if key not in worst or (trouble.lost, trouble.largest) > (worst[key].lost, worst[key].largest):
             worst[key] = trouble
@@ -108,9 +108,9 @@ def troubles_of(ledger: Ledger, policy: Policy) -> tuple[tuple[Trouble, ...], Be
 
 def sixteen_bit_rows(ledger: Ledger, policy: Policy) -> frozenset[tuple[str, str]]:
     """The (module, kind) of which something is 16-bit under a policy; others are fp32, whatever range they have."""
-    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    in_fp32 = {name for name in ledger.modules if policy.keeps_fp32(name)}
     rows = set()
-    for name in sixteen_bit(ledger.operations, kept):
+    for name in sixteen_bit(ledger.operations, in_fp32):
         op = ledger.operations[name]
         rows |= {(op.module, kind) for kind in (ACTIVATION, GRADIENT, INNER)}
         if op.rule == LOWER and op.params:
@@ -126,9 +126,9 @@ def risks_of(ledger: Ledger, policy: Policy) -> tuple[Risk, ...]:
     Scaled gradients are not among them: the loss scale is lowered if they grow.
     """
     fmt = _format(policy)
-    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    in_fp32 = {name for name in ledger.modules if policy.keeps_fp32(name)}
     margins: dict[tuple[str, str], float] = {}
-    for name in sixteen_bit(ledger.operations, kept):
+    for name in sixteen_bit(ledger.operations, in_fp32):
         for kind in (ACTIVATION, INNER):
             stats = ledger.of(kind, name)
             largest = 0.0 if stats is None else largest_magnitude(stats)
@@ -141,38 +141,38 @@ def risks_of(ledger: Ledger, policy: Policy) -> tuple[Risk, ...]:
 def propose(ledger: Ledger, policy: Policy) -> Proposal:
     """The policy with what it takes to avoid its troubles, or bf16."""
     fmt = _format(policy)
-    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    in_fp32 = {name for name in ledger.modules if policy.keeps_fp32(name)}
     reasons: list[str] = []
     scale: BestScale | None = None
-    fresh = False  # whether the scale was chosen for the modules that are kept now
+    fresh = False  # whether the scale was chosen for the modules that are in fp32 now
     while True:
-        narrow = sixteen_bit(ledger.operations, kept)
+        narrow = sixteen_bit(ledger.operations, in_fp32)
         exponent = None if scale is None else scale.exponent
-        trouble = next(_all_troubles(ledger, narrow, kept, fmt, exponent), None)
+        trouble = next(_all_troubles(ledger, narrow, in_fp32, fmt, exponent), None)
         if trouble is None:
             if fresh or (scale is None and fmt is not FP16):
                 break
-            scale, fresh = _scale_for(ledger, narrow, kept, fmt, policy), True
+            scale, fresh = _scale_for(ledger, narrow, in_fp32, fmt, policy), True
             continue
-        if trouble.cure is None or is_inside(trouble.cure, kept):
+        if trouble.cure is None or is_inside(trouble.cure, in_fp32):
             advice = _AUTOCAST_OFF if trouble.kind == INNER and ledger.casts_inner else _NOT_CURED
             return _wider(ledger, policy, [*reasons, str(trouble)], advice)
         fresh = False
         reasons.append(f"keep {trouble.cure} in fp32. {trouble}")
-        kept = {name for name in kept if not is_inside(name, {trouble.cure})} | {trouble.cure}
-    if _share_kept(ledger, kept) > MOST_KEPT:
+        in_fp32 = {name for name in in_fp32 if not is_inside(name, {trouble.cure})} | {trouble.cure}
+    if _share_kept(ledger, in_fp32) > MOST_KEPT:
         return _wider(ledger, policy, reasons, f"more than {MOST_KEPT:.0%} of the products would stay in fp32")
-    return _with(policy, ledger, kept, scale, tuple(reasons))
+    return _with(policy, ledger, in_fp32, scale, tuple(reasons))
 
 
 def _with(
-    policy: Policy, ledger: Ledger, kept: set[str], scale: BestScale | None, reasons: tuple[str, ...]
+    policy: Policy, ledger: Ledger, in_fp32: set[str], scale: BestScale | None, reasons: tuple[str, ...]
 ) -> Proposal:
-    patterns = patterns_for(kept, ledger.modules) if kept else ()
+    patterns = patterns_for(in_fp32, ledger.modules) if in_fp32 else ()
     proposed = replace(policy, keep_fp32=patterns)
     if scale is not None and policy.scaling.mode == "dynamic":
         proposed = replace(proposed, loss_scale=str(_start_at(policy.scaling, scale)))
-    return Proposal(str(proposed), tuple(sorted(kept)), scale, reasons)
+    return Proposal(str(proposed), tuple(sorted(in_fp32)), scale, reasons)
 
 
 def _start_at(settings: LossScale, scale: BestScale) -> LossScale:
@@ -187,34 +187,34 @@ def _start_at(settings: LossScale, scale: BestScale) -> LossScale:
 
 
 def _wider(ledger: Ledger, policy: Policy, reasons: list[str], because: str) -> Proposal:
-    kept = {name for name in ledger.modules if policy.keeps_fp32(name)}
-    wide = Policy(compute="bf16", keep_fp32=patterns_for(kept, ledger.modules) if kept else ())
+    in_fp32 = {name for name in ledger.modules if policy.keeps_fp32(name)}
+    wide = Policy(compute="bf16", keep_fp32=patterns_for(in_fp32, ledger.modules) if in_fp32 else ())
     return Proposal(
         str(wide),
-        tuple(sorted(kept)),
+        tuple(sorted(in_fp32)),
         None,
         (*reasons, f"bf16 has the range of fp32; {policy.compute} does not, and {because}"),
     )
 
 
-def _share_kept(ledger: Ledger, kept: Collection[str]) -> float:
+def _share_kept(ledger: Ledger, in_fp32: Collection[str]) -> float:
     products = [op for op in ledger.operations.values() if op.rule == LOWER]
-    return sum(is_inside(op.module, kept) for op in products) / len(products) if products else 0.0
+    return sum(is_inside(op.module, in_fp32) for op in products) / len(products) if products else 0.0
 
 
 def _all_troubles(
-    ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format, exponent: int | None
+    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, exponent: int | None
 ) -> Iterator[Trouble]:
     """What is out of range, forward first; gradients only once there is a loss scale 2^exponent."""
-    yield from _forward_troubles(ledger, narrow, kept, fmt)
+    yield from _forward_troubles(ledger, narrow, in_fp32, fmt)
     if exponent is not None:
-        yield from _gradient_troubles(ledger, narrow, kept, fmt, exponent)
+        yield from _gradient_troubles(ledger, narrow, in_fp32, fmt, exponent)
 
 
-def _forward_troubles(ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format) -> Iterator[Trouble]:
+def _forward_troubles(ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format) -> Iterator[Trouble]:
     """What is out of range before any loss scale, in the order of the step."""
     for name, op in ledger.operations.items():
-        if op.rule == LOWER and not is_inside(op.module, kept):
+        if op.rule == LOWER and not is_inside(op.module, in_fp32):
             yield from _overflows(ledger, narrow, op, WEIGHT, ledger.merged(WEIGHT, op.params), fmt)
             for source in _wide_sources(ledger, narrow, op):
                 stats = ledger.activation(source) if source else ledger.of(INPUT, name)
@@ -253,22 +253,24 @@ def _overflows(
 
 
 def _gradient_troubles(
-    ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format, exponent: int
+    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, exponent: int
 ) -> Iterator[Trouble]:
-    for op, kind, stats in _gradients(ledger, narrow, kept):
+    for op, kind, stats in _gradients(ledger, narrow, in_fp32):
         if math.ldexp(largest_magnitude(stats), exponent) > fmt.max:
             yield _trouble(ledger, narrow, op, kind, stats, OVERFLOW, math.inf)
         elif (lost := relative_error(stats.bins, fmt, exponent)) > LOST:
             yield _trouble(ledger, narrow, op, kind, stats, UNDERFLOW, lost)
 
 
-def _gradients(ledger: Ledger, narrow: set[str], kept: Collection[str]) -> Iterator[tuple[Operation, str, TensorStats]]:
+def _gradients(
+    ledger: Ledger, narrow: set[str], in_fp32: Collection[str]
+) -> Iterator[tuple[Operation, str, TensorStats]]:
     """The gradients that are computed in 16 bits, with the operation that needs them; none without a non-zero element."""
     for name, op in ledger.operations.items():
         own = ledger.gradient(name) if name in narrow and op.rule != VIEW else None
         if own is not None and own.nonzero:
             yield op, GRADIENT, own
-        if op.rule != LOWER or is_inside(op.module, kept):
+        if op.rule != LOWER or is_inside(op.module, in_fp32):
             continue
         # The weights of a product together: the gradient of a bias alone may be rounding noise (of keys in attention, or
         # before a batch norm it is 0 in exact arithmetic).
@@ -282,11 +284,11 @@ def _gradients(ledger: Ledger, narrow: set[str], kept: Collection[str]) -> Itera
 
 
 def _scale_for(
-    ledger: Ledger, narrow: set[str], kept: Collection[str], fmt: Format, policy: Policy
+    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, policy: Policy
 ) -> BestScale | None:
     if fmt is not FP16:
         return None
-    tensors = list({id(stats): stats for _, _, stats in _gradients(ledger, narrow, kept)}.values())
+    tensors = list({id(stats): stats for _, _, stats in _gradients(ledger, narrow, in_fp32)}.values())
     if policy.scaling.mode == "static":
         exponent = round(math.log2(policy.scaling.init_scale))
         best = best_scale(tensors, fmt)

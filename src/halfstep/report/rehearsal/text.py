@@ -90,7 +90,7 @@ def error_cells(rehearsal: Rehearsal, row: Row) -> tuple[str, ...]:
 
 def _risks(rehearsal: Rehearsal) -> str:
     lines = [
-        f"  {_short(risk.module, 40):<40}  {risk.kind:<19}  2^{risk.margin:.1f} below the limit"
+        f"  {_short(risk.module, 32):<32}  {risk.kind:<19}  2^{risk.margin:.1f} below the limit"
         for risk in rehearsal.risks[:MOST_RISKS]
     ]
     if len(rehearsal.risks) > MOST_RISKS:
