@@ -105,6 +105,7 @@ def test_patterns_cover_what_is_kept_and_nothing_else():
     assert patterns_for({"blocks.0.fc2", "blocks.1.fc2", "blocks.2.fc2"}, modules) == ("blocks.*.fc2",)
     assert patterns_for({"blocks.0.fc2", "blocks.2.fc2"}, modules) == ("blocks.0.fc2", "blocks.2.fc2")
     assert patterns_for({"embed", "blocks.1"}, modules) == ("blocks.1", "embed")
+    assert patterns_for({"blocks.1", "blocks.1.fc1", "blocks.1.fc2"}, modules) == ("blocks.1",)
     for kept in ({"embed", "blocks.0.fc1", "blocks.1.fc1", "blocks.2.fc1"}, {"blocks.0", "blocks.1", "blocks.2"}):
         policy = Policy(compute="fp16", loss_scale="dynamic", keep_fp32=patterns_for(kept, modules))
         assert {m for m in modules if policy.keeps_fp32(m)} == {

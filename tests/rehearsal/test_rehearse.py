@@ -107,6 +107,18 @@ def test_a_model_that_diverges_in_fp32_is_an_error():
         rehearse(Job(jobs.mlp.model, jobs.mlp.data, loss, jobs.mlp.optimizer), steps=1, batch=16)
 
 
+def test_sparse_gradients_are_counted_by_their_values():
+    """An embedding with sparse gradients, which an optimizer for them trains."""
+    job = Job(
+        lambda: torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 10)),
+        lambda batch_size, split: [torch.arange(batch_size) % 3] * 2,
+        lambda model, batch: F.cross_entropy(model(batch), batch),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    rehearsal = rehearse(job, steps=1, batch=4, max_norm=None)
+    assert row(rehearsal, "0", "weight gradient").stats.numel in (3 * 4, 4 * 4)
+
+
 @pytest.mark.parametrize(
     ("precision", "settings", "message"),
     [
@@ -116,6 +128,7 @@ def test_a_model_that_diverges_in_fp32_is_an_error():
         ("fp16,keep_fp32=nothing", {}, "matches no module"),
         ("fp16", {"steps": 0}, "steps=0"),
         ("fp16", {"batch": 0}, "batch=0"),
+        ("fp16", {"data_dir": "images"}, "no effect on a Job"),
     ],
 )
 def test_wrong_settings_raise(precision, settings, message):

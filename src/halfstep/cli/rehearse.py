@@ -75,8 +75,10 @@ def command(
         raise SettingError("--out has no effect without --confirm, which trains; add it or remove --out.")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
+    from halfstep.backends.launch import reject_distributed_launch
     from halfstep.rehearsal import rehearse
 
+    reject_distributed_launch("halfstep rehearse")
     options = _settings(settings)
     rehearsal = rehearse(
         target, precision, steps=steps, batch=batch, data_dir=None if data_dir is None else str(data_dir), **options
@@ -85,7 +87,9 @@ def command(
         from halfstep.report.rehearsal.page import render_rehearsal_page
 
         html.write_text(render_rehearsal_page(rehearsal), encoding="utf-8")
-    comparison = _confirm(rehearsal, target, data_dir, out, batch, options) if confirm else None
+    comparison = None
+    if confirm:
+        comparison = _confirm(rehearsal, target, data_dir, out, batch, options, quiet=as_json)
     _show(rehearsal, comparison, html, as_json=as_json)
     if rehearsal.troubles:
         sys.exit(_FINDINGS)
@@ -109,14 +113,30 @@ def _confirm(
     out: Path | None,
     batch: int | None,
     options: dict[str, Any],
+    *,
+    quiet: bool,
 ) -> Comparison:
     from halfstep.comparison import compare
+    from halfstep.report.compare import CompareProgress
 
     precisions = dict.fromkeys(("fp32", rehearsal.policy, rehearsal.proposal.policy))
     steps = max(_CONFIRM_STEPS, rehearsal.steps)
-    return compare(
-        target, precisions, steps=steps, repeats=_CONFIRM_REPEATS, batch=batch, out=out, data_dir=data_dir, **options
-    )
+    progress = None if quiet else CompareProgress()
+    try:
+        return compare(
+            target,
+            precisions,
+            steps=steps,
+            repeats=_CONFIRM_REPEATS,
+            batch=batch,
+            out=out,
+            data_dir=data_dir,
+            observer=progress,
+            **options,
+        )
+    finally:
+        if progress is not None:
+            progress.close()
 
 
 def _show(rehearsal: Rehearsal, comparison: Comparison | None, html: Path | None, *, as_json: bool) -> None:

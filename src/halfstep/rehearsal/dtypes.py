@@ -49,6 +49,7 @@ def origin(operations: Mapping[str, Operation], name: str) -> str:
 
 def patterns_for(in_fp32: Collection[str], modules: Collection[str]) -> tuple[str, ...]:
     """Patterns of `keep_fp32` that cover these modules and no other one; blocks of a stack share a pattern."""
+    in_fp32 = {name for name in in_fp32 if not is_inside(name.rpartition(".")[0], in_fp32)}  # the outermost
     wanted = {name for name in modules if is_inside(name, in_fp32)}
     patterns = []
     remaining = sorted(in_fp32)

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.kernels.exponents import LARGEST, count_exponents
+from halfstep.kernels.gradstats import dense_values
 from halfstep.rehearsal.blocks import BlockSums
 from halfstep.rehearsal.rules import FIRST, FP32, LOWER, PROMOTE, VIEW, rule_of
 
@@ -115,8 +116,10 @@ class Observer(TorchFunctionMode):
 
     def count(self, kind: str, name: str, tensor: Tensor) -> None:
         """Add the elements of a tensor to the row of (kind, name)."""
-        values = tensor.detach()
-        if not values.is_floating_point() or not values.numel():
+        if not tensor.is_floating_point():
+            return
+        values = dense_values(tensor.detach())
+        if not values.numel():
             return
         table = count_exponents([values]).table[0]
         row = self._rows.get((kind, name))

@@ -58,6 +58,8 @@ def rehearse(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise SettingError(f"steps={steps!r} must be an integer of at least 1.")
     if isinstance(target, Job):
+        if data_dir is not None:
+            raise SettingError(f"data_dir={data_dir!r} has no effect on a Job, which has its own data; omit it.")
         name, job, default = target.name or "job", target, target.default_batch_size()
     else:
         loaded = load_target(target, data_dir=data_dir)

@@ -8,7 +8,7 @@ from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
 from halfstep.report.numerics.heat import heat_maps
 from halfstep.report.numerics.view import TensorRow, format_of
-from halfstep.report.rehearsal.text import HEADS, error_cells, observed_text, scale_text, trouble_cells
+from halfstep.report.rehearsal.text import HEADS, error_cells, margin_text, observed_text, scale_text, trouble_cells
 
 if TYPE_CHECKING:
     from halfstep.rehearsal.ledger import Row
@@ -82,9 +82,10 @@ def _errors(rehearsal: Rehearsal) -> Table:
             f"{row.stats.largest:.3g}",
             f"{row.stats.smallest:.3g}",
             f"{100 * row.stats.share_of_zeros:.2g} %",
+            margin_text(rehearsal, row),
             *error_cells(rehearsal, row),
         )
         for row in rehearsal.worst()
     ]
     caption = f"Relative L2 errors, the worst first{scale_text(rehearsal).replace(',', '; fp16 gradients at', 1)}"
-    return data_table(caption, ["module", "of", "largest", "smallest", "zero", *HEADS], rows)
+    return data_table(caption, ["module", "of", "largest", "smallest", "zero", "to overflow in fp16", *HEADS], rows)

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from halfstep.rehearsal.proposal import Trouble
     from halfstep.rehearsal.result import Rehearsal
 
-__all__ = ["WIDTH", "as_text", "error_cells", "observed_text", "proposal_lines", "scale_text", "trouble_cells"]
+__all__ = [
+    "WIDTH",
+    "as_text",
+    "error_cells",
+    "margin_text",
+    "observed_text",
+    "proposal_lines",
+    "scale_text",
+    "trouble_cells",
+]
 
 WIDTH = 80
 MOST_ROWS, MOST_TROUBLES, MOST_RISKS, MOST_REASONS = 12, 12, 5, 8
@@ -86,6 +95,14 @@ def error_cells(rehearsal: Rehearsal, row: Row) -> tuple[str, ...]:
 
     cells = [_percent(rehearsal.predict(row, fmt).error) for fmt in FORMATS]
     return (*cells, *(_percent(block.error) for block in row.blocks.values()), *("-",) * (2 - len(row.blocks)))
+
+
+def margin_text(rehearsal: Rehearsal, row: Row) -> str:
+    """The factor from the largest magnitude to fp16's limit, as a power of two; negative beyond it."""
+    from halfstep.rehearsal.result import FORMATS
+
+    margin = rehearsal.predict(row, FORMATS[0]).overflow_margin
+    return f"2^{margin:.1f}" if math.isfinite(margin) else "-"
 
 
 def _risks(rehearsal: Rehearsal) -> str:
