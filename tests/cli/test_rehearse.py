@@ -90,4 +90,5 @@ def test_confirm_compares_the_proposal_with_fp16_and_fp32(capsys, tmp_path):
     assert code == 3
     data = json.loads(out)
     assert data["proposal"]["policy"] in json.dumps(data["comparison"])
+    assert "blocks.1.fc2 overflowed in the forward pass" in json.dumps(data["comparison"])
     assert (tmp_path / "run" / "comparison.json").exists()

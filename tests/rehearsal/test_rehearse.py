@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rehearsal_jobs as jobs
 from halfstep.errors import HalfstepError, SettingError
@@ -107,6 +108,27 @@ def test_a_model_that_diverges_in_fp32_is_an_error():
         rehearse(Job(jobs.mlp.model, jobs.mlp.data, loss, jobs.mlp.optimizer), steps=1, batch=16)
 
 
+class Checkpointed(torch.nn.Sequential):
+    """Computes its activations again in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_checkpointed_and_compiled_models_are_observed():
+    """The same rows as without; what is computed again is fp32 and is not counted twice."""
+    plain = {(r.module, r.kind): r.stats for r in result().rows}
+    variants = {
+        "": lambda seed: Checkpointed(*jobs.mlp.model(seed=seed)),
+        "_orig_mod.": lambda seed: torch.compile(jobs.mlp.model(seed=seed), backend="eager"),
+    }
+    for prefix, model in variants.items():
+        rows = rehearse(Job(model, jobs.mlp.data, jobs.mlp.loss, jobs.mlp.optimizer), steps=2, batch=16).rows
+        assert {(r.module.removeprefix(prefix), r.kind): r.stats.bins for r in rows} == {
+            key: stats.bins for key, stats in plain.items()
+        }
+
+
 def test_sparse_gradients_are_counted_by_their_values():
     """An embedding with sparse gradients, which an optimizer for them trains."""
     job = Job(
@@ -135,3 +157,14 @@ def test_wrong_settings_raise(precision, settings, message):
     """With the value and what to write instead."""
     with pytest.raises(SettingError, match=message):
         rehearse(jobs.mlp, precision, **{"batch": 16} | settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["residual", "attention", "sigmoids", "mlp"])
+def test_a_gpu_finds_the_same(name):
+    """Layers and proposal on a GPU, where layer norm gives fp32, are those of a CPU for models without a doubt."""
+    job = getattr(jobs, name)
+    here, there = (rehearse(job, steps=2, batch=16, device=device) for device in ("cpu", "cuda"))
+    assert there.device.startswith("cuda")
+    assert {t.module for t in there.troubles} <= {t.module for t in here.troubles}
+    assert there.proposal.keep_fp32 == here.proposal.keep_fp32

@@ -21,6 +21,7 @@ Which tensor came from which operation is recorded too (`Operation.inputs`): `dt
 from __future__ import annotations
 
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,8 @@ class Observer(TorchFunctionMode):
         self._in_loss = True
         try:
             with torch.autocast(device.type, torch.float16, cache_enabled=False), self:
+                # On, but with a dtype that casts nothing, where no function mode is active: a checkpoint that computes again.
+                torch.set_autocast_dtype(device.type, torch.float32)
                 yield
         finally:
             self._in_loss = False
@@ -146,6 +149,15 @@ class Observer(TorchFunctionMode):
             handle.remove()
         self._producers = WeakTensorKeyDictionary()
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The block of the backward pass, in which checkpoints compute their forward again."""
+        with (
+            warnings.catch_warnings()
+        ):  # they enter the autocast of `observe`, and torch warns about its dtype on a CPU
+            warnings.filterwarnings("ignore", "In CPU autocast", UserWarning)
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # Python code: its products are inside
@@ -156,8 +168,7 @@ class Observer(TorchFunctionMode):
             if _is_cast_to_fp32(func, args, kwargs) and any(result is arg for arg in args):
                 # It would be a new tensor if the input were 16-bit; the input itself must not count as fp32 from now on.
                 result = result.view_as(result)
-        if func is torch.autograd.grad or func is Tensor.backward:
-            self.casts_inner |= was_on
+        self.casts_inner |= func is torch.autograd.grad and was_on
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
         if results and self._in_loss:
             name = "float" if _is_cast_to_fp32(func, args, kwargs) else getattr(func, "__name__", str(func))

@@ -42,7 +42,9 @@ from halfstep.watching.stats import TensorStats
 
 __all__ = ["Proposal", "Risk", "Trouble", "propose", "risks_of", "sixteen_bit_rows", "troubles_of"]
 
-LOST = 0.3  # relative error of a gradient from which it counts as lost: 17 degrees off; rounding alone is 0.0002 in fp16
+LOST = (
+    0.3  # relative error of a gradient from which it counts as lost: 17 degrees off; rounding alone is 0.0002 in fp16
+)
 MOST_KEPT = 0.5  # share of the products; with more of them in fp32, fp16 is no gain
 NEAR = 3.0  # powers of two from the limit: 8 times as large would overflow
 _NOT_CURED = "keeping modules in fp32 does not change that"

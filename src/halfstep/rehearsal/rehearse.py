@@ -70,7 +70,8 @@ def rehearse(
     run = RunContext.single(device, seed=seed, batch_size=size)
     before = rng_state()
     try:
-        with quietly():
+        # Compiled code would hide its operations.
+        with quietly(), torch.compiler.set_stance("force_eager"):
             ledger, losses = _observe(job, run, steps, max_norm, policy)
     finally:
         restore_rng(before)
@@ -123,7 +124,8 @@ def _observe(
                 raise HalfstepError(
                     f"The loss is {losses[-1]} in fp32 at step {step}. No other format can be better; fix the model or lower the learning rate."
                 )
-            engine.backward(loss)
+            with observer.backward():
+                engine.backward(loss)
             del loss
             _step(engine, model, observer)
     finally:
