@@ -68,6 +68,7 @@ def test_json_has_everything():
     assert set(first["formats"]) == {"fp16", "bf16", "fp8_e4m3fn", "fp8_e5m2"}
     assert sum(first["exponents"].values()) + round(first["zeros"] * first["numel"]) == first["numel"]
     assert data["proposal"]["policy"].startswith("fp16")
+    assert str(result()).splitlines()[:2] == ["mlp in fp16", "no overflow or underflow predicted"]
 
 
 def test_risks_are_stated_as_not_observed():

@@ -31,11 +31,9 @@ def sixteen_bit(operations: Mapping[str, Operation], in_fp32: Collection[str]) -
         if op.rule == LOWER:
             narrow.add(name)
         elif op.rule in (FIRST, VIEW):
-            if (op.inputs and not op.params[:1] and op.inputs[0] in narrow) or (
-                op.rule == FIRST and op.inputs and op.inputs[0] in narrow
-            ):
+            if op.inputs and op.inputs[0] in narrow:
                 narrow.add(name)
-        elif op.inputs and not op.params and all(source in narrow for source in op.inputs):
+        elif op.inputs and all(source in narrow for source in op.inputs):
             narrow.add(name)
     return narrow
 

@@ -74,7 +74,7 @@ class Operation:
     function: str
     rule: str
     is_leaf: bool  # whether the module has no children
-    inputs: tuple[str, ...]  # the operations that computed its inputs; "" for a tensor that comes from outside
+    inputs: tuple[str, ...]  # the operations that computed its inputs; "" for a parameter or a tensor from outside
     params: tuple[str, ...]  # the parameters among its inputs
 
 
@@ -198,7 +198,7 @@ class Observer(TorchFunctionMode):
         self._calls[f"{module}:{function}"] += 1
         name = f"{module}:{function}#{self._calls[f'{module}:{function}']}"
         if name not in self.operations:
-            producers = tuple(self._producers.get(t, "") for t in inputs if t not in self._params)
+            producers = tuple("" if t in self._params else self._producers.get(t, "") for t in inputs)
             params = tuple(self._params[t] for t in inputs if t in self._params)
             self.operations[name] = Operation(name, module, function, rule, module in self._leaves, producers, params)
         if rule == LOWER:

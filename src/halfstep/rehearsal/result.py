@@ -54,6 +54,10 @@ class Rehearsal:
         """By module and kind, in the order of the model."""
         return self.ledger.rows
 
+    def __str__(self) -> str:
+        verdict = [str(trouble) for trouble in self.troubles] or ["no overflow or underflow predicted"]
+        return "\n".join([f"{self.job} in {self.policy}", *verdict, f"proposed: {self.proposal.policy}"])
+
     def predict(self, row: Row, fmt: Format) -> Prediction:
         """What a cast to `fmt` does to a row; gradients in fp16 are multiplied by the loss scale first."""
         exponent = 0
