@@ -28,6 +28,7 @@ _HOME = {
     "NoScaler": "scaling.scaler",
     "OverflowStop": "errors",
     "Policy": "precision.policy",
+    "Rehearsal": "rehearsal",
     "StaticScaler": "scaling.scaler",
     "StepResult": "engine.result",
     "Watch": "watching.watch",
@@ -39,6 +40,7 @@ _HOME = {
     "inspect": "inspection.inspector",
     "plan": "planning",
     "probe": "hardware.probe",
+    "rehearse": "rehearsal",
     "set_tf32": "hardware.tf32",
 }
 
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from halfstep.precision.formats import Format, get_format
     from halfstep.precision.loss_scale import LossScale
     from halfstep.precision.policy import Policy
+    from halfstep.rehearsal import Rehearsal, rehearse
     from halfstep.scaling.gradscaler import GradScaler
     from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
     from halfstep.watching.guard import Guard

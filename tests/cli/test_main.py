@@ -54,6 +54,9 @@ def test_flags_are_few_and_listed():
             "--verify", "-p",
         ],
         "probe": ["--gpu", "--json", "--measure"],
+        "rehearse": [
+            "--batch", "--confirm", "--data", "--html", "--json", "--out", "--precision", "--set", "--steps", "-p",
+        ],
         "train": [
             "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
         ],

@@ -27,6 +27,7 @@ _COMMANDS = {
     "explain": "Explain a concept of mixed precision or a rule of `halfstep check`.",
     "plan": "Predict the memory of a training step and how many GPUs it needs.",
     "probe": "Show the formats that this machine (or a named GPU) supports and which precision to use.",
+    "rehearse": "Predict from a few fp32 steps what overflows or underflows in fp16, and propose a policy.",
     "train": "Train a job with checkpoints and a run file.",
     "watch": "Show a run live: losses, loss scale, skipped steps and the worst tensors.",
 }

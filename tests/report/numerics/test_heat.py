@@ -22,9 +22,16 @@ def test_the_limit_of_the_format_is_drawn_where_it_is_in_sight():
     """fp16 flushes below 2^-25; bf16 does not here, so that its map has neither a line nor a caption."""
     rows = [row("a", {-30: 1, -25: 1, 0: 1})]
     (of_fp16,), (of_bf16,) = heat_maps(rows, FP16), heat_maps(rows, BF16)
-    assert of_fp16["limit"] == 5
+    assert of_fp16["limits"] == [5]
     assert "below 2^-25, a cast to fp16 gives 0" in of_fp16["caption"]
-    assert (of_bf16["limit"], of_bf16["caption"]) == (None, "")
+    assert (of_bf16["limits"], of_bf16["caption"]) == ([], "")
+
+
+def test_both_limits_of_the_format_are_drawn():
+    """fp16 overflows from 2^16 on; other kinds than the usual ones can be requested."""
+    (heat,) = heat_maps([row("a", {-30: 1, 17: 1}, "update")], FP16, ("update",))
+    assert heat["limits"] == [5, 46]
+    assert heat["caption"].endswith("From the dashed line at 2^16 on, it overflows.")
 
 
 def test_a_long_name_is_shortened_at_its_beginning_and_the_map_makes_room():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from halfstep.precision.formats import Format
@@ -14,13 +14,14 @@ __all__ = ["heat_maps"]
 _ROWS = 120  # tensors in a heat map
 _CELL = 14  # pixels
 _NAME = 46  # characters of a name that are shown
+_SCALED = ("gradient", "activation gradient", "weight gradient")  # what the loss scale multiplies
 _CHARACTER = 6.4  # pixels of one at the font size of the map, generously
 
 
-def heat_maps(rows: Sequence[TensorRow], fmt: Format) -> list[dict[str, Any]]:
-    """A heat map for each kind of tensor, with the limit of a format; the macro `heat_maps` draws them."""
-    kinds = {kind: [row for row in rows if row.kind == kind and row.bins] for kind in KINDS}
-    return [_heat_map(kind, members, fmt) for kind, members in kinds.items() if members]
+def heat_maps(rows: Sequence[TensorRow], fmt: Format, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+    """A heat map for each kind of tensor, with the limits of a format; the macro `heat_maps` draws them."""
+    members = {kind: [row for row in rows if row.kind == kind and row.bins] for kind in kinds}
+    return [_heat_map(kind, group, fmt) for kind, group in members.items() if group]
 
 
 def _heat_map(kind: str, rows: list[TensorRow], fmt: Format) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _heat_map(kind: str, rows: list[TensorRow], fmt: Format) -> dict[str, Any]:
             if count
         ]
         lines.append({"name": row.name, "short": _short(row.name), "cells": cells})
-    flush = round(math.log2(fmt.smallest_subnormal)) - 1
+    flush, overflow = round(math.log2(fmt.smallest_subnormal)) - 1, math.frexp(fmt.max)[1]
     return {
         "kind": kind,
         "lines": lines,
@@ -50,14 +51,19 @@ def _heat_map(kind: str, rows: list[TensorRow], fmt: Format) -> dict[str, Any]:
         "cell": _CELL,
         "gutter": 8 + math.ceil(_CHARACTER * max(len(line["short"]) for line in lines)),
         "left_out": len(rows) - len(shown),
-        "limit": flush - low if low < flush <= high else None,
-        "caption": _caption(kind, fmt, flush) if low < flush else "",
+        "limits": [limit - low for limit in (flush, overflow) if low < limit <= high],
+        "caption": " ".join(
+            _captions(kind, fmt, flush if low < flush else None, overflow if overflow <= high else None)
+        ),
     }
 
 
-def _caption(kind: str, fmt: Format, flush: int) -> str:
-    unscaled = ", so without the loss scale they would be lost" if kind == "gradient" else ""
-    return f"Left of the dashed line, below 2^{flush}, a cast to {fmt.name} gives 0{unscaled}."
+def _captions(kind: str, fmt: Format, flush: int | None, overflow: int | None) -> Iterator[str]:
+    unscaled = ", so without the loss scale they would be lost" if kind in _SCALED else ""
+    if flush is not None:
+        yield f"Left of the dashed line, below 2^{flush}, a cast to {fmt.name} gives 0{unscaled}."
+    if overflow is not None:
+        yield f"From the dashed line at 2^{overflow} on, it overflows."
 
 
 def _short(name: str) -> str:

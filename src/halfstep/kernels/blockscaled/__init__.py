@@ -1,0 +1,1 @@
+"""Block-scaled formats, emulated."""
