@@ -55,7 +55,8 @@ def test_flags_are_few_and_listed():
         ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [
-            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
+            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--log", "--out", "--precision", "--resume", "--set",
+            "--steps", "-p",
         ],
         "watch": ["--html", "--interval", "--once"],
     }  # fmt: skip
