@@ -48,6 +48,7 @@ def test_flags_are_few_and_listed():
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
+        "mcp": [],
         "plan": [
             "--accumulate", "--bandwidth", "--batch", "--data", "--ema", "--epochs", "--examples", "--find", "--gpu", "--gpus",
             "--html", "--json", "--memory", "--precision", "--price", "--rate", "--recompute", "--record", "--strategy",
@@ -58,7 +59,7 @@ def test_flags_are_few_and_listed():
             "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--log", "--out", "--precision", "--resume", "--set",
             "--steps", "-p",
         ],
-        "watch": ["--html", "--interval", "--once"],
+        "watch": ["--html", "--interval", "--json", "--once"],
     }  # fmt: skip
 
 

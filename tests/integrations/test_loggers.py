@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from halfstep.errors import MissingError, SettingError
 from halfstep.integrations.loggers import (
@@ -19,13 +18,11 @@ from halfstep.integrations.loggers import (
     WandbLogger,
     parse_logger,
 )
-from halfstep.jobs.job import Job
-from halfstep.train import TrainConfig, train
 from halfstep.train.board import Board
 from halfstep.train.writer import Histogram
-from halfstep.watching.events import Event
+from loggers_program import SKIP, run
 
-SKIP = Event("skip", 3, "skipped, gradients not finite in head.weight.", {"consecutive": 1})
+PROGRAM = Path(__file__).parents[1] / "loggers_program.py"
 
 
 class Memory:
@@ -55,25 +52,6 @@ class Broken(Memory):
         if self.points:
             raise ConnectionError("no route to host.")
         super().scalars(values, step)
-
-
-def small_job(bad=None):
-    """Six steps of a small model, one of them with a NaN."""
-    g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(48, 6, generator=g), torch.randint(0, 3, (48,), generator=g)
-    if bad is not None:
-        x[8 * bad, 2] = math.nan
-    return Job(
-        model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)),
-        data=lambda batch_size: list(zip(x.split(batch_size), y.split(batch_size), strict=True)),
-        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-    )
-
-
-def run(out, *writers, bad=None, steps=6, resume=False, precision="fp16"):
-    config = TrainConfig(batch=8, steps=steps, watch=2, device="cpu")
-    return train(small_job(bad), config, precision=precision, out=out, writers=writers, resume=resume)
 
 
 def needs(library):
@@ -161,70 +139,29 @@ def test_tensorboard_as_an_outlet(tmp_path):
     assert b"head.weight" in text.tensor_proto.string_val[0]
 
 
-def wandb_rows(folder):
-    """The history of an offline run of W&B, in order."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    rows = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return rows
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    """W&B offline and silent."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def logged(library, out, **env):
+    """What a run and an outlet have written, and nothing else on standard output."""
+    command = [sys.executable, str(PROGRAM), library, str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    result = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the library
 @needs("wandb")
-def test_wandb_keeps_every_step_of_a_resumed_run(offline, tmp_path):
-    """A run that repeats steps after a resume loses no value: the step is a metric."""
-    out = tmp_path / "run"
-    run(out, parse_logger("wandb:mine"), steps=4, bad=1)
-    # A longer run resumes from its checkpoint; writing an earlier step must not be dropped.
-    run(out, parse_logger("wandb:mine"), steps=6, bad=1, resume=True)
-    rows = wandb_rows(out)
-    assert [r["halfstep/step"] for r in rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert any("skipped" in r.get("text/events/skip", "") for r in rows)
-    assert any(isinstance(v, dict) and v["_type"] == "histogram" for r in rows for v in r.values())
-    logger = WandbLogger("mine")
-    for step in (5, 6, 3):
-        logger.scalars({"train/loss": float(step)}, step)
-    logger.close()
-    assert [r["halfstep/step"] for r in wandb_rows(tmp_path)] == [5, 6, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@needs("wandb")
-def test_wandb_as_an_outlet_joins_the_run_that_is_open(offline):
-    """The events of a callback go into the Trainer's own run, which stays open."""
-    import wandb
-
-    own = wandb.init(project="theirs")
-    logger = WandbLogger()
-    logger(SKIP)
-    logger.close()
-    assert wandb.run is own
-    own.finish()
-    rows = wandb_rows(offline)
-    assert [r["events/skip"] for r in rows if "events/skip" in r] == [1]
-    assert any("head.weight" in r.get("text/events/skip", "") for r in rows)
+def test_wandb_has_every_step_of_a_resumed_run(tmp_path):
+    """No value is lost where steps go back, because the step is a metric; and an outlet joins the run that is open."""
+    rows = logged("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
+    steps = [r["halfstep/step"] for r in rows["run"] if "train/loss" in r]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert any("skipped" in r.get("text/events/skip", "") for r in rows["run"])
+    histogram = next(r for r in rows["run"] if "exponents/0.weight/bins" in r)
+    assert len(histogram["exponents/0.weight/bins"]) == len(histogram["exponents/0.weight/values"]) + 1
+    assert [r["halfstep/step"] for r in rows["back"] if "train/loss" in r] == [5, 6, 3]
+    assert rows["stays_open"]
+    assert [r["events/skip"] for r in rows["outlet"] if "events/skip" in r] == [1]
+    assert any("head.weight" in r.get("text/events/skip", "") for r in rows["outlet"])
 
 
 @pytest.fixture
@@ -292,46 +229,19 @@ def test_a_store_that_cannot_be_opened_ends_the_run_before_it_starts(store, tmp_
         run(tmp_path / "run", parse_logger("mlflow"))
 
 
-TRACKIO = """
-import sys
-sys.path.insert(0, "tests/integrations")
-from pathlib import Path
-from test_loggers import SKIP, run
-from halfstep.integrations.loggers import TrackioLogger, parse_logger
-out = Path(sys.argv[1])
-run(out, parse_logger("trackio:mine"), steps=4, bad=1)
-run(out, parse_logger("trackio:mine"), steps=6, bad=1, resume=True)
-logger = TrackioLogger("other")
-logger(SKIP)
-logger.close()
-print("ready")
-from trackio.sqlite_storage import SQLiteStorage
-import json
-names = SQLiteStorage.get_runs("mine")
-print(json.dumps([SQLiteStorage.get_logs("mine", name) for name in names]))
-print(json.dumps([SQLiteStorage.get_logs("other", name) for name in SQLiteStorage.get_runs("other")]))
-"""
-
-
 @pytest.mark.slow
 @needs("trackio")
-def test_trackio_has_every_step_of_a_resumed_run_and_leaves_stdout_alone(tmp_path):
-    """One run of trackio; what the library prints goes to stderr, so that --json stays JSON."""
-    import os
-
-    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1"}
-    root = __file__.rpartition("/tests/")[0]
-    result = subprocess.run(
-        [sys.executable, "-c", TRACKIO, str(tmp_path / "run")], cwd=root, env=env, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    ready, mine, other = result.stdout.splitlines()
-    assert ready == "ready"
-    (rows,) = json.loads(mine)
-    assert sorted(r["step"] for r in rows if "train/loss" in r) == [1, 2, 3, 4, 5, 6]
-    (events,) = json.loads(other)
-    assert [r["events/skip"] for r in events if "events/skip" in r] == [1]
-    assert any("head.weight" in json.dumps(r) for r in events)
+def test_trackio_has_every_step_of_a_resumed_run(tmp_path):
+    """One run of trackio for both parts; an outlet starts a run, or joins the one that is open."""
+    rows = logged("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))
+    (mine,) = rows["mine"]
+    assert sorted(r["step"] for r in mine if "train/loss" in r) == [1, 2, 3, 4, 5, 6]
+    assert any(isinstance(v, dict) and v.get("_type") == "trackio.histogram" for r in mine for v in r.values())
+    for project in ("alone", "theirs"):
+        (events,) = rows[project]
+        assert [r["events/skip"] for r in events if "events/skip" in r] == [1]
+        assert any("head.weight" in json.dumps(r) for r in events)
+    assert any(r.get("own") == 1 for r in rows["theirs"][0])
 
 
 def test_every_logger_is_a_writer_and_an_outlet():

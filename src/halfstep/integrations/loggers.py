@@ -263,8 +263,9 @@ class TrackioLogger(Logger):
 
     def _close(self) -> None:
         if not self._joined:
+            is_current = self._trackio.context_vars.current_run.get() is self._run
             with _printing_to_stderr():
-                self._run.finish()
+                (self._trackio if is_current else self._run).finish()  # trackio's own forgets the run, too
 
 
 LOGGERS: dict[str, type[Logger]] = {
