@@ -72,7 +72,9 @@ def test_flake8_reports_what_check_reports(tmp_path):
         MISTAKE.replace("optimizer.zero_grad()", "scaler.update()\n        optimizer.zero_grad()")
     )
     expected = [f"bad.py:{f.line}:{f.column}: {f.code}" for f in check_path(tmp_path / "bad.py")]
-    assert [re.match(r"\S+ HS\d+", line).group() for line in flake8(tmp_path, ".")] == expected
+    assert [
+        re.match(r"\S+ HS\d+", line).group() for line in flake8(tmp_path, "bad.py", "quiet.py", "good.py")
+    ] == expected
     assert any("HS101" in line for line in expected)
     (line,) = flake8(tmp_path, "-", stdin=MISTAKE)
     assert line.startswith("stdin:10:9: HS101 ")
@@ -89,13 +91,20 @@ def test_the_settings_and_the_baseline_of_the_project_apply(tmp_path):
     """As for the command."""
     assert [text[:5] for _, _, text, _ in findings(tmp_path)] == ["HS101"]
     assert [text[:5] for _, _, text, _ in findings(tmp_path, name="script-without-suffix")] == ["HS101"]
-    (tmp_path / "pyproject.toml").write_text('[tool.halfstep.check]\nignore = ["HS101"]\n')
-    assert not findings(tmp_path)
-    (tmp_path / "pyproject.toml").write_text('[tool.halfstep.check]\nbaseline = "known.json"\n')
-    assert "HS006 halfstep check cannot run: Cannot read the baseline" in findings(tmp_path)[0][2]
-    known = {"bad.py": {"HS101": {"scaler.step(optimizer)": 1}}}
-    (tmp_path / "known.json").write_text(json.dumps({"version": 1, "findings": known}))
-    assert not findings(tmp_path)
+    for name, settings in (
+        ("ignored", 'ignore = ["HS101"]'),
+        ("excluded", 'exclude = ["bad.py"]'),
+        ("known", 'baseline = "known.json"'),
+    ):
+        folder = tmp_path / name  # a process reads each pyproject.toml once
+        folder.mkdir()
+        (folder / "bad.py").write_text(MISTAKE)
+        (folder / "pyproject.toml").write_text(f"[tool.halfstep.check]\n{settings}\n")
+        if name == "known":
+            assert "HS006 halfstep check cannot run: Cannot read the baseline" in findings(folder)[0][2]
+            known = {"bad.py": {"HS101": {"scaler.step(optimizer)": 1}}}
+            (folder / "known.json").write_text(json.dumps({"version": 1, "findings": known}))
+        assert not findings(folder), name
 
 
 def test_the_plugin_loads_no_torch():

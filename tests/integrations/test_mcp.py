@@ -35,7 +35,7 @@ def ask(folder, calls, **env):
     from mcp import Client, StdioServerParameters
 
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], **env}
-    server = StdioServerParameters(command=sys.executable, args=["-m", "halfstep", "mcp"], env=env, cwd=folder)
+    server = StdioServerParameters(command=sys.executable, args=["-P", "-m", "halfstep", "mcp"], env=env, cwd=folder)
 
     async def session():
         async with Client(server) as client:

@@ -1,7 +1,7 @@
 """A plugin of flake8: the findings of `halfstep check` in the Python files that flake8 checks. No torch.
 
 Installed with Halfstep; flake8 finds it by its entry point and reports the codes HS001 and up. The project's
-`[tool.halfstep.check]` applies, with its baseline, and so do comments of both kinds: `# halfstep: ignore[HS104]` and
+`[tool.halfstep.check]` applies, with its excludes and its baseline, and so do comments of both kinds: `# halfstep: ignore[HS104]` and
 `# noqa: HS104`.
 """
 
@@ -18,6 +18,7 @@ from halfstep.check.options import Options
 from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult
 from halfstep.check.session import check_stdin
+from halfstep.check.walk import find_files
 from halfstep.errors import HalfstepError
 
 __all__ = ["Checker"]
@@ -42,13 +43,16 @@ class Checker:
             return
         for result in results:
             for finding in result.findings:
-                instead = f" {finding.instead}" if finding.instead else ""
+                instead = f" Instead: {finding.instead}" if finding.instead else ""
                 text = " ".join(f"{finding.code} {finding.message}{instead}".split())
                 yield finding.line, finding.column - 1, text, Checker
 
     def _check(self) -> tuple[FileResult, ...]:
         # Of standard input flake8 passes "stdin" or "-", and of a script a name without a suffix: all are Python.
-        name = self._filename if language_of(self._filename) == "python" else f"{self._filename}.py"
+        is_python = language_of(self._filename) == "python"
+        if is_python and Path(self._filename).is_file() and not find_files([self._filename], force_exclude=True):
+            return ()  # the project excludes it
+        name = self._filename if is_python else f"{self._filename}.py"
         outcome = check_stdin(self._text.encode("utf-8", "surrogatepass"), name, Options())
         project = find_project(Path(name).absolute().parent)
         if project.baseline is None or project.root is None:
