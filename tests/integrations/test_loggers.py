@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from halfstep.errors import MissingError, SettingError
 from halfstep.integrations.loggers import (
@@ -188,7 +191,7 @@ def test_mlflow_has_the_metrics_parameters_and_messages_of_a_resumed_run(store, 
     assert written.data.params["precision"] == "fp16"
     history = store.get_metric_history(written.info.run_id, "train/loss")
     assert sorted(m.step for m in history) == [1, 2, 3, 4, 5, 6]
-    text = next((tmp_path / "mlruns").rglob("halfstep.txt")).read_text()
+    text = next((tmp_path / "mlruns").rglob("halfstep_messages.txt")).read_text()
     assert "truth" in text
 
 
@@ -258,3 +261,84 @@ def test_the_board_counts_events_for_all_writers():
     board.event(SKIP)
     board.event(SKIP)
     assert writers[0].points == writers[1].points == [("events/skip", 3, 1), ("events/skip", 3, 2)]
+
+
+class Scalar(torch.nn.Module):
+    """A model that returns its loss, as those of transformers do; a NaN in its data makes every gradient NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        return {"loss": F.mse_loss(self.head(x)[:, 0], labels)}
+
+
+def rows_with_a_nan(num=12, bad=9):
+    """Data whose row `bad` has a NaN."""
+    x = torch.linspace(-1, 1, 4 * num).reshape(num, 4)
+    x[bad] = math.nan
+    return [{"x": each, "labels": each.new_tensor(1.0)} for each in x]
+
+
+def skips_in(folder):
+    """The steps at which TensorBoard's file has a skip, and the first message."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    (text, *_) = events.Tensors("events/skip/text_summary")
+    return [e.step for e in events.Scalars("events/skip")], text.tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the library
+@needs("tensorboard")
+def test_the_callback_of_transformers_logs_its_events(tmp_path):
+    """A NaN in the data of a real Trainer is a skip, with the parameters, in the logger."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from halfstep.integrations.transformers import HalfstepCallback
+
+    logger = TensorBoardLogger(tmp_path / "board")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to=[], use_cpu=True, train_sampling_strategy="sequential",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    callback = HalfstepCallback(outlets=[logger])
+    transformers.Trainer(Scalar(), arguments, train_dataset=rows_with_a_nan(), callbacks=[callback]).train()
+    logger.close()
+    steps, message = skips_in(tmp_path / "board")
+    assert steps == [3]
+    assert "head.weight" in message
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@needs("tensorboard")
+def test_the_callback_of_lightning_logs_its_events(tmp_path):
+    """The same in a real Trainer of Lightning."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+    from halfstep.integrations.lightning import HalfstepCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = Scalar()
+
+        def training_step(self, batch, batch_idx):
+            return self.inner(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    logger = TensorBoardLogger(tmp_path / "board")
+    trainer = lightning.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[HalfstepCallback(outlets=[logger])],
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(rows_with_a_nan(), batch_size=4))
+    logger.close()
+    steps, message = skips_in(tmp_path / "board")
+    assert steps == [3]
+    assert "inner.head.weight" in message

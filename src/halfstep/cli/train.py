@@ -191,9 +191,13 @@ def _writers(loggers: tuple[str, ...]) -> list[OpenWriter]:
     """What opens the loggers that --log names."""
     if not loggers:
         return []
+    from halfstep.errors import SettingError
     from halfstep.integrations.loggers import parse_logger
 
-    openers = (parse_logger(text) for text in dict.fromkeys(loggers))
+    names = [text.partition(":")[0] for text in loggers]
+    if len(set(names)) < len(names):
+        raise SettingError(f"--log names a logger twice: {', '.join(loggers)}; remove one.")
+    openers = (parse_logger(text) for text in loggers)
     return [opener for opener in openers if opener is not None]
 
 

@@ -187,7 +187,7 @@ class MlflowLogger(Logger):
         self._client.log_batch(run, metrics=metrics, synchronous=False)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        """A message, in the artifact halfstep.txt; of many messages, the last are written by `close()`."""
+        """A message, in the artifact halfstep_messages.txt; of many messages, the last are written by `close()`."""
         run = self._run
         self._texts.append(f"{tag}: {text}" if "\n" not in text else f"{tag}, step {step}:\n{text}")
         if len(self._texts) <= 100:
@@ -204,7 +204,7 @@ class MlflowLogger(Logger):
         place = experiment.experiment_id if experiment is not None else self._client.create_experiment(self._project)
         if self._info is None:
             return str(self._client.create_run(place).info.run_id)
-        tag = "halfstep.run"
+        tag = "halfstep_run"
         earlier = self._client.search_runs([place], f"tags.`{tag}` = '{self._info.run_id}'")
         if earlier:
             run_id = str(earlier[0].info.run_id)
@@ -223,7 +223,7 @@ class MlflowLogger(Logger):
             self._client.set_terminated(self._run, "FAILED" if _is_failing() else "FINISHED")
 
     def _write_texts(self, run: str) -> None:
-        self._client.log_text(run, "\n".join(self._texts) + "\n", "halfstep.txt")
+        self._client.log_text(run, "\n".join(self._texts) + "\n", "halfstep_messages.txt")
 
 
 class TrackioLogger(Logger):

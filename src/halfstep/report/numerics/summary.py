@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["run_data"]
 
 _MOST_EVENTS = 50  # the last of them; all are counted
-_NAMED = ("validation", "ended")  # events whose last record is part of the summary
 
 
 def run_data(run: Run) -> dict[str, Any]:
@@ -33,7 +32,8 @@ def run_data(run: Run) -> dict[str, Any]:
         "skips": view.skips,
         "resumes": len(run.resumes),
         "last_step": None if not run.records else {k: v for k, v in run.records[-1].items() if k != "kind"},
-        **{name: _fields(last.get(name)) for name in _NAMED},
+        "validation": _fields(last.get("validation")),
+        "outcome": _fields(last.get("ended")) if view.ended else None,
         "event_counts": dict(Counter(event.kind for event in view.events)),
         "events": [
             {"step": e.step, "kind": e.kind, "text": e.text, "advice": e.advice} for e in view.events[-_MOST_EVENTS:]
