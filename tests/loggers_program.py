@@ -78,6 +78,7 @@ def log_to_wandb(out):
     outlet.close()
     stays_open = wandb.run is own
     own.finish()
+    wandb.teardown()  # its service writes the files in the background
     rows = {"run": wandb_rows(out / "run"), "back": wandb_rows(out), "outlet": wandb_rows(out / "theirs")}
     return rows | {"stays_open": stays_open}
 

@@ -281,6 +281,12 @@ def rows_with_a_nan(num=12, bad=9):
     return [{"x": each, "labels": each.new_tensor(1.0)} for each in x]
 
 
+@pytest.fixture
+def cuda_check(monkeypatch):
+    """A variable that Accelerate and Lightning leave set."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 def skips_in(folder):
     """The steps at which TensorBoard's file has a skip, and the first message."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -294,7 +300,7 @@ def skips_in(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the library
 @needs("tensorboard")
-def test_the_callback_of_transformers_logs_its_events(tmp_path):
+def test_the_callback_of_transformers_logs_its_events(tmp_path, cuda_check):
     """A NaN in the data of a real Trainer is a skip, with the parameters, in the logger."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -316,7 +322,7 @@ def test_the_callback_of_transformers_logs_its_events(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @needs("tensorboard")
-def test_the_callback_of_lightning_logs_its_events(tmp_path):
+def test_the_callback_of_lightning_logs_its_events(tmp_path, cuda_check):
     """The same in a real Trainer of Lightning."""
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     from halfstep.integrations.lightning import HalfstepCallback
