@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from halfstep.integrations.loggers import TrackioLogger, WandbLogger, parse_logger
 from halfstep.jobs.job import Job
 from halfstep.train import TrainConfig, train
+from halfstep.train.writer import Histogram
 from halfstep.watching.events import Event
 
 SKIP = Event("skip", 3, "skipped, gradients not finite in head.weight.", {"consecutive": 1})
@@ -61,6 +63,17 @@ def wandb_rows(folder):
     return rows
 
 
+def write_backwards(logger):
+    """Write steps that go back; no value drawn afterwards may depend on it."""
+    logger.scalars({"train/loss": 5.0}, 5)
+    state = random.getstate()
+    logger.scalars({"train/loss": 6.0}, 6)
+    logger.histogram("exponents/a", Histogram((0.0, 1.0, 2.0), (3, 4)), 6)
+    logger.text("truth", "a table", 6)
+    logger.scalars({"train/loss": 3.0}, 3)
+    assert random.getstate() == state
+
+
 def log_to_wandb(out):
     """A run with a resume; steps that go back; and an outlet in a run that is open."""
     import wandb
@@ -68,8 +81,7 @@ def log_to_wandb(out):
     run(out / "run", parse_logger("wandb:mine"), steps=4, bad=1)
     run(out / "run", parse_logger("wandb:mine"), steps=6, bad=1, resume=True)
     back = WandbLogger("mine")
-    for step in (5, 6, 3):
-        back.scalars({"train/loss": float(step)}, step)
+    write_backwards(back)
     back.close()
     (out / "theirs").mkdir()
     own = wandb.init(project="theirs", dir=str(out / "theirs"))
@@ -91,6 +103,7 @@ def log_to_trackio(out):
     run(out / "run", parse_logger("trackio:mine"), steps=4, bad=1)
     run(out / "run", parse_logger("trackio:mine"), steps=6, bad=1, resume=True)
     alone = TrackioLogger("alone")
+    write_backwards(alone)
     alone(SKIP)
     alone.close()
     sys.stdout, stdout = sys.stderr, sys.stdout

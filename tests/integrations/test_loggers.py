@@ -244,6 +244,7 @@ def test_trackio_has_every_step_of_a_resumed_run(tmp_path):
         (events,) = rows[project]
         assert [r["events/skip"] for r in events if "events/skip" in r] == [1]
         assert any("head.weight" in json.dumps(r) for r in events)
+    assert [r["step"] for r in rows["alone"][0] if "train/loss" in r] == [5, 6, 3]
     assert any(r.get("own") == 1 for r in rows["theirs"][0])
 
 

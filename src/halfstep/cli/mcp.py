@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 __all__ = ["command"]
@@ -23,6 +25,8 @@ def command() -> None:
     \b
     claude mcp add halfstep -- halfstep mcp
     """
+    if sys.stdin.isatty():
+        click.echo("halfstep mcp: waiting for a client on standard input; Ctrl-C ends it.", err=True)
     from halfstep import __version__
     from halfstep.integrations.mcp import Tool, serve
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halfstep.backends.ranks import Ranks
+from halfstep.checkpoint.rng import restore_rng, rng_state
 
 __all__ = ["Histogram", "OpenWriter", "RunInfo", "TensorBoardWriter", "Writer", "open_writers"]
 
@@ -53,7 +54,9 @@ def open_writers(openers: Sequence[OpenWriter], info: RunInfo, ranks: Ranks) -> 
     """The writers of rank 0, none on other ranks; one that cannot be opened raises on all."""
     writers: list[Writer] = []
     if openers:
+        state = rng_state()  # libraries draw names for their runs, which must not change the run
         ranks.on_main(lambda: writers.extend(opener(info) for opener in openers))
+        restore_rng(state)
     return writers
 
 
