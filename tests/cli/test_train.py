@@ -85,7 +85,7 @@ def test_several_precisions_stand_side_by_side(job_file, tmp_path):
 
 
 def test_loggers_of_the_command_get_each_run(job_file, tmp_path, monkeypatch):
-    """`--log` opens the logger for each precision, with its directory, and closes it."""
+    """`--logger` opens the logger for each precision, with its directory, and closes it."""
     from halfstep.integrations import loggers
 
     opened = []
@@ -109,7 +109,7 @@ def test_loggers_of_the_command_get_each_run(job_file, tmp_path, monkeypatch):
 
     monkeypatch.setitem(loggers.LOGGERS, "wandb", Remembering)
     result = run(
-        "train", job_file, "-p", "fp32", "-p", "bf16", "--steps", 2, "--out", tmp_path / "o", "--log", "wandb:mine"
+        "train", job_file, "-p", "fp32", "-p", "bf16", "--steps", 2, "--out", tmp_path / "o", "--logger", "wandb:mine"
     )
     assert result.exit_code == 0, result.output
     assert [each._info.out.name for each in opened] == ["fp32", "bf16"]
@@ -169,8 +169,8 @@ def test_the_ema_can_be_exported(job_file, tmp_path):
         (["train", "{job}", "--resume"], "--resume needs --out"),
         (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
-        (["train", "{job}", "--log", "wandbb"], "Did you mean 'wandb'"),
-        (["train", "{job}", "--log", "tensorboard", "--log", "tensorboard"], "names a logger twice"),
+        (["train", "{job}", "--logger", "wandbb"], "Did you mean 'wandb'"),
+        (["train", "{job}", "--logger", "tensorboard", "--logger", "tensorboard"], "names a logger twice"),
         (["export", "{tmp}"], "has no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),

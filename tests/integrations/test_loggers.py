@@ -102,7 +102,7 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(name, monkeyp
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda each, *rest: None if each == name else find(each, *rest))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(MissingError, match=f"--log {name} needs {name}, which is not installed. Run: pip install"):
+    with pytest.raises(MissingError, match=f"--logger {name} needs {name}, which is not installed. Run: pip install"):
         parse_logger(name)
     with pytest.raises(MissingError, match=r'pip install "halfstep\['):
         LOGGERS[name]()
@@ -110,7 +110,7 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(name, monkeyp
 
 @needs("tensorboard")
 def test_tensorboard_is_written_by_the_run_itself():
-    """`--log tensorboard` only requires that it is installed; it has no projects."""
+    """`--logger tensorboard` only requires that it is installed; it has no projects."""
     assert parse_logger("tensorboard") is None
     with pytest.raises(SettingError, match="TensorBoard has no projects"):
         parse_logger("tensorboard:mine")
@@ -228,7 +228,7 @@ def test_a_store_that_cannot_be_opened_ends_the_run_before_it_starts(store, tmp_
     import mlflow
 
     mlflow.set_tracking_uri("nonsense://nowhere")
-    with pytest.raises(SettingError, match="MlflowLogger cannot be opened: .* or train without --log"):
+    with pytest.raises(SettingError, match="MlflowLogger cannot be opened: .* or train without --logger"):
         run(tmp_path / "run", parse_logger("mlflow"))
 
 

@@ -53,7 +53,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
 @click.option(
-    "--log",
+    "--logger",
     "loggers",
     multiple=True,
     metavar="NAME[:PROJECT]",
@@ -88,7 +88,7 @@ def command(
     \b
     halfstep train
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
-    halfstep train job.py --log wandb:my-project
+    halfstep train job.py --logger wandb:my-project
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp --out runs/job
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend deepspeed --ds-config ds_config.json
@@ -188,7 +188,7 @@ def _read_deepspeed(overrides: dict[str, Any], precision: tuple[str, ...]) -> tu
 
 
 def _writers(loggers: tuple[str, ...]) -> list[OpenWriter]:
-    """What opens the loggers that --log names."""
+    """What opens the loggers that --logger names."""
     if not loggers:
         return []
     from halfstep.errors import SettingError
@@ -196,7 +196,7 @@ def _writers(loggers: tuple[str, ...]) -> list[OpenWriter]:
 
     names = [text.partition(":")[0] for text in loggers]
     if len(set(names)) < len(names):
-        raise SettingError(f"--log names a logger twice: {', '.join(loggers)}; remove one.")
+        raise SettingError(f"--logger names a logger twice: {', '.join(loggers)}; remove one.")
     openers = (parse_logger(text) for text in loggers)
     return [opener for opener in openers if opener is not None]
 

@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases, MLflow and trackio: one small class each, all fed from the events and numbers of a run.
 
-    halfstep train job.py --log wandb --log mlflow                                # every curve of docs/watch.md
+    halfstep train job.py --logger wandb --logger mlflow                          # every curve of docs/watch.md
     HalfstepCallback(outlets=[WandbLogger()])                                     # events of a run that another library owns
 
 As an outlet, a logger writes into the run that the library has open already, as transformers' Trainer does with
@@ -277,16 +277,16 @@ LOGGERS: dict[str, type[Logger]] = {
 
 
 def parse_logger(text: str) -> OpenWriter | None:
-    """What opens the logger of `--log NAME[:PROJECT]`; None for TensorBoard, which a run writes by itself."""
+    """What opens the logger of `--logger NAME[:PROJECT]`; None for TensorBoard, which a run writes by itself."""
     name, _, project = text.partition(":")
     if name not in LOGGERS:
-        raise unknown("logger", name, LOGGERS, "Pass one of them: --log NAME or --log NAME:PROJECT.")
+        raise unknown("logger", name, LOGGERS, "Pass one of them: --logger NAME or --logger NAME:PROJECT.")
     logger = LOGGERS[name]
-    check_installed(logger.library, f"--log {name}", logger.extra)
+    check_installed(logger.library, f"--logger {name}", logger.extra)
     if logger is not TensorBoardLogger:
         return functools.partial(_open_logger, logger, project or None)
     if project:
-        raise SettingError(f"--log {text}: TensorBoard has no projects; write --log tensorboard.")
+        raise SettingError(f"--logger {text}: TensorBoard has no projects; write --logger tensorboard.")
     return None
 
 
@@ -303,7 +303,7 @@ def _open_logger(logger: Callable[..., Logger], project: str | None, info: RunIn
         opened._run  # noqa: B018, SLF001 - opens it
     except Exception as error:
         raise SettingError(
-            f"{type(opened).__name__} cannot be opened: {type(error).__name__}: {error} Fix this, or train without --log."
+            f"{type(opened).__name__} cannot be opened: {type(error).__name__}: {error} Fix this, or train without --logger."
         ) from error
     return opened
 
