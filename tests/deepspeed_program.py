@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.backends import deepspeed_backend
 from halfstep.backends.deepspeed import compare_gradients, describe_engine
+from halfstep.backends.deepspeed.blocks import build_scheduler
 from halfstep.backends.deepspeed.selftest import LIMIT
 from halfstep.errors import HalfstepError, SettingError
 from rank_cases import case, everything, run_cases, same
@@ -60,9 +61,9 @@ def adamw(model, **settings):
     return torch.optim.AdamW(groups, lr=1e-2, **settings)
 
 
-def zero(stage):
+def zero(stage, **settings):
     """The backend of a stage: several buckets, and at stage 3 every weight is partitioned between uses, small ones too."""
-    sizes = {"stage": stage, "reduce_bucket_size": 40}
+    sizes = {"stage": stage, "reduce_bucket_size": 40, **settings}
     return deepspeed_backend(
         {"zero_optimization": sizes | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     )
@@ -178,7 +179,7 @@ def overflows():
         expected.append([number in spoil, scaler.get_scale()])
         scaler.update(torch.tensor(float(number in spoil)))
     found = {}
-    for precision in ("fp16", "fp16-lean"):
+    for precision in ("fp16", "fp16-lean") if dist.get_world_size() == 2 else ("fp16-lean",):
         for stage in STAGES:
             with build(stage, precision, scaler=halfstep.LossScaler(**settings), max_norm=1.0) as engine:
                 outcomes = advance(engine, batches(count), spoil=spoil)
@@ -381,6 +382,9 @@ def evaluation_and_ema():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+MOVES = {"fp32": (1, 2, 3), "bf16-lean": (1, 3), "fp16-lean": (2,)}  # stages whose checkpoints other backends load
+
+
 @case
 def checkpoints():
     """A resumed run has the same bits; other backends continue from it, and it from theirs."""
@@ -397,6 +401,8 @@ def checkpoints():
                 engine.load(path)
                 advance(engine, batches(6)[3:])
                 exact[key] = everything(engine) == bits and same(bits)
+            if stage not in MOVES[precision]:
+                continue
             for name in ("ddp", "fsdp"):
                 with build(stage, precision, max_norm=0.5, backend=name) as engine:
                     engine.load(path)
@@ -415,6 +421,134 @@ def checkpoints():
                 advance(engine, batches(6)[3:])
                 far[f"{key} back"] = distance(masters(engine), end)
     return {"exact": exact, "far": far}
+
+
+# --- offloading -------------------------------------------------------------------------------------------------------
+
+
+@case
+def offloaded():
+    """Masters and states on the CPU: weights against one process, after skips and windows, and bits after a resume."""
+    far, exact, rows = {}, {}, ""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for precision in ("fp32", "bf16-lean", "fp16-lean"):
+        runs = {}
+        for stage in ("single", 1, 2, 3):
+            settings = {"accumulate": 2, "max_norm": 0.5}
+            if precision == "fp16-lean":
+                settings["scaler"] = halfstep.LossScaler(init_scale=2.0**10)
+            if stage != "single":
+                settings["backend"] = zero(stage, **offload)
+            with build(stage, precision, **settings) as engine:
+                advance(engine, batches(8), spoil=(2,), weigh=True)
+                runs[stage] = masters(engine)
+                rows = engine.truth().rows
+        reference = runs.pop("single")
+        far |= {f"{precision} {stage}": distance(own, reference) for stage, own in runs.items()}
+    for stage in (1, 2, 3):
+        path = FOLDER / f"offloaded-{stage}"
+        with build(stage, "bf16-lean", backend=zero(stage, **offload)) as engine:
+            advance(engine, batches(2))
+            engine.save(path)
+            advance(engine, batches(4)[2:])
+            bits = everything(engine)
+        with build(stage, "bf16-lean", backend=zero(stage, **offload)) as engine:
+            engine.load(path)
+            advance(engine, batches(4)[2:])
+            exact[str(stage)] = everything(engine) == bits and same(bits)
+    moved = {}
+    for stage in (1, 2, 3):
+        settings = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "backend": zero(stage, **offload)}
+        with build(stage, "fp32", **settings) as engine:
+            advance(engine, batches(1))
+            before = masters(engine)
+            with engine.forward():
+                loss = engine.model(batches(1)[0][dist.get_rank()], spare=False).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            moved[stage] = float((masters(engine)["spare.weight"] - before["spare.weight"]).abs().max())
+    return {"far": far, "exact": exact, "moved": moved, "row": dict(rows)["master"]}
+
+
+# --- watching ---------------------------------------------------------------------------------------------------------
+
+
+def watched_run(stage, precision, **settings):
+    """The last sample of a watched run, of whose steps the fourth is skipped, and its skip event."""
+    events = []
+    watch = halfstep.Watch(every=1, outlet=events.append)
+    with build(stage, precision, watch=watch, max_norm=0.5, **settings) as engine:
+        advance(engine, batches(6), spoil=(3,))
+    (skip,) = [event for event in events if event.kind == "skip"]
+    return watch.samples[-1], [skip.step, skip.message]
+
+
+@case
+def watched():
+    """Samples of fragments against those of whole tensors in one process: sizes, extremes and updates."""
+    reports = {}
+    for precision in ("fp32", "bf16-lean"):
+        whole, skip = watched_run("single", precision)
+        runs = {str(stage): zero(stage) for stage in (1, 2, 3)}
+        if precision == "fp32":
+            runs["2 offloaded"] = zero(2, offload_optimizer={"device": "cpu"})
+        for name, backend in runs.items():
+            sample, own_skip = watched_run(backend.stage, precision, backend=backend)
+            numels, extremes, ratios = [], [], []
+            for one, other in ((whole.gradients, sample.gradients), (whole.weights, sample.weights)):
+                numels += [other.keys() == one.keys(), *(other[n].numel == stats.numel for n, stats in one.items())]
+                extremes += [abs(other[n].largest / stats.largest - 1) for n, stats in one.items()]
+            ratios = [abs(sample.updates[n].ratio / update.ratio - 1) for n, update in whole.updates.items()]
+            moving = [sample.updates[n].moving == update.moving for n, update in whole.updates.items()]
+            reports[f"{precision} {name}"] = {
+                "numels": all(numels), "extremes": max(extremes), "ratios": max(ratios), "moving": all(moving),
+                "same": same(repr(sample.gradients)), "skip": [skip, own_skip],
+            }  # fmt: skip
+    return {"reports": reports}
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def storage_bytes(tensors):
+    """The bytes of the distinct storages of tensors."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}.values())
+
+
+@case
+def stored_bytes():
+    """What this rank stores when a window is closed, and the sizes of the parameters, for the planner."""
+    stored = {}
+    for precision in ("fp32", "bf16-lean", "fp16-lean"):
+        for stage in (1, 2, 3):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(48, 64), nn.LayerNorm(64), nn.Linear(64, 48))
+            sizes = [p.numel() for p in model.parameters()]
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            with halfstep.Engine(model, optimizer, precision, backend=zero(stage)) as engine:
+                for number in range(2):
+                    with engine.forward():
+                        loss = model(torch.randn(4, 48)).float().pow(2).mean()
+                    engine.backward(loss)
+                    if number == 0:
+                        engine.step()
+                backend, part = engine.backend, engine.backend._live()
+                window = [*part.pending(), *(p.grad for p in model.parameters() if p.grad is not None)]
+                open_bytes = storage_bytes(window)
+                del window
+                backend.reduce_gradients()
+                inner = backend.engine.optimizer.optimizer
+                states = [t for s in inner.state.values() for k, t in s.items() if k != "step"]
+                grads = [*backend.gradients().values(), *part.pending()]
+                grads += [p.grad for p in model.parameters() if p.grad is not None]
+                stored[f"{precision} {stage}"] = {
+                    "weights": storage_bytes([getattr(p, "ds_tensor", p).data for p in model.parameters()]),
+                    "gradients": max(open_bytes, storage_bytes(grads)),
+                    "master": storage_bytes(part.flats),
+                    "states": storage_bytes(states),
+                }
+                engine.reset_window()
+    return {"stored": stored, "sizes": sizes}
 
 
 # --- rejections -------------------------------------------------------------------------------------------------------
@@ -450,10 +584,13 @@ def rejections():
     attempt("compile", lambda: build(2, "fp32", compile=True))
     attempt("ema", lambda: build(3, "fp32", ema=0.9))
     attempt("release", lambda: build(2, "fp32", gradient_release=True))
-    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}
     attempt("offload", lambda: build(2, "fp32", backend=deepspeed_backend(offload)))
-    attempt("clipping", lambda: build(2, "fp32", backend=deepspeed_backend({"gradient_clipping": 1.0}), max_norm=2.0))
-    attempt("precision", lambda: build(2, "fp32", backend=deepspeed_backend({"fp16": {"enabled": True}})))
+    attempt(
+        "clipping",
+        lambda: build(2, "fp32", backend=deepspeed_backend({"gradient_clipping": 1.0}, stage=2), max_norm=2.0),
+    )
+    attempt("precision", lambda: build(2, "fp32", backend=deepspeed_backend({"fp16": {"enabled": True}}, stage=2)))
     with build(2, "fp32") as engine:
         with engine.forward():
             loss = engine.model(batches(1)[0][0]).pow(2).mean()
@@ -568,7 +705,7 @@ def bare_factors():
         comparison = drive(engine, 4, dtype=dtype, size=1e-3 if "torch_autocast" in config else 1.0)
         ratios[name] = [None if step is None else step.ratio for step in comparison.steps]
         report = describe_engine(engine)
-        faults[name] = [fault.partition(":")[0] for fault in report.faults]
+        faults[name] = [fault.id for fault in report.faults]
         assert str(report)
         assert "step" not in vars(engine), "the wrapped methods are still there"
         assert "backward" not in vars(engine)
@@ -590,9 +727,10 @@ class One(nn.Module):
 
 @case
 def sixteen_bit_sums():
-    """The mean of 512 gradients of 1, as SGD applied it: bf16 sums stop at 256."""
-    count, applied = 512, {}
-    for stage in (1, 2, 3):
+    """The mean of 512 gradients of 1, or of 256 and 63 times 1, as SGD applied it: bf16 sums stop at 256."""
+    applied = {}
+    for stage, first, count in ((1, 256.0, 64), (2, 1.0, 512), (3, 256.0, 64)):
+        factors = [first] + [1.0] * (count - 1)
         engine = bare(
             stage,
             "bf16",
@@ -600,8 +738,8 @@ def sixteen_bit_sums():
             optimizer=lambda m: torch.optim.SGD(m.parameters(), 1.0),
             gradient_accumulation_steps=count,
         )
-        for _ in range(count):
-            engine.backward(engine())
+        for factor in factors:
+            engine.backward(engine() * factor)
             engine.step()
         with _gathered(engine):
             applied[f"bare {stage}"] = -float(engine.module.w.detach()[0])
@@ -609,12 +747,13 @@ def sixteen_bit_sums():
         model = One()
         settings = {"accumulate": count, "backend": zero(stage)}
         with halfstep.Engine(model, torch.optim.SGD(model.parameters(), 1.0), "bf16-lean", **settings) as ours:
-            for _ in range(count):
+            for factor in factors:
                 with ours.forward():
-                    loss = model()
+                    loss = model() * factor
                 ours.backward(loss)
                 ours.step()
             applied[f"halfstep {stage}"] = -float(masters(ours)["w"][0])
+        applied[f"true {stage}"] = sum(factors) / count
     return {"applied": applied}
 
 
@@ -634,6 +773,42 @@ def endless_skips():
     with build(2, "fp16", scaler=halfstep.LossScaler(init_scale=2.0**16, hysteresis=1)) as ours:
         applied["halfstep"] = [not o["skipped"] for o in advance(ours, batches(8))]
     return {"applied": applied, "message": message}
+
+
+SCHEDULES = [
+    ("WarmupLR", {"warmup_num_steps": 8, "warmup_min_lr": 0.01}),
+    ("WarmupLR", {"warmup_num_steps": 8, "warmup_max_lr": 0.3, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 20, "warmup_max_lr": 0.2, "warmup_min_lr": 0.02}),
+    ("WarmupDecayLR", {"warmup_num_steps": 1, "total_num_steps": 25}),
+    (
+        "WarmupCosineLR",
+        {"warmup_num_steps": 6, "total_num_steps": 24, "warmup_min_ratio": 0.1, "warmup_type": "linear"},
+    ),
+    ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 10, "cos_min_ratio": 0.05}),
+]
+
+
+@case
+def schedules():
+    """The rate of every update, past the end of each schedule: DeepSpeed's classes, and those built from its configuration."""
+    classes, far = importlib.import_module("deepspeed.runtime.lr_schedules"), []
+    for name, settings in SCHEDULES:
+        rates = []
+        for build_one in (
+            lambda optimizer, name=name, settings=settings: getattr(classes, name)(optimizer, **settings),
+            lambda optimizer, name=name, settings=settings: build_scheduler(
+                {"type": name, "params": settings}, optimizer
+            ),
+        ):
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+            scheduler = build_one(optimizer)
+            rates.append([])
+            for _ in range(30):
+                rates[-1].append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+        far.append(max(abs(a - b) for a, b in zip(*rates, strict=True)))
+    return {"far": far}
 
 
 @case

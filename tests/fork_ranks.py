@@ -1,10 +1,12 @@
 """Forks the ranks of one launch from one interpreter: importing torch costs seconds, and every rank needs it.
 
-    python fork_ranks.py DESCRIPTORS PROGRAM [ARGUMENT ...]
+    python fork_ranks.py MODULES DESCRIPTORS PROGRAM [ARGUMENT ...]
 
-`DESCRIPTORS` are open files, `OUT:ERR,OUT:ERR,...`, two for each rank. Prints the exit code of each rank.
+`MODULES` are imported as well, `A,B,...` or `-`. `DESCRIPTORS` are open files, `OUT:ERR,OUT:ERR,...`, two for each rank. Prints
+the exit code of each rank.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -14,6 +16,17 @@ from pathlib import Path
 import torch.distributed.fsdp  # noqa: F401
 
 import halfstep.engine  # noqa: F401
+
+
+def import_first(names):
+    """Import modules that every rank needs; what they print goes to stderr, as stdout is for the exit codes."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    for name in names:
+        importlib.import_module(name)
+    sys.stdout.flush()
+    os.dup2(stdout, 1)
+    os.close(stdout)
 
 
 def fork_ranks(files):
@@ -58,7 +71,9 @@ def run_as_main(path):
     exec(code, main)
 
 
-_, descriptors, *sys.argv = sys.argv
+_, modules, descriptors, *sys.argv = sys.argv
+if modules != "-":
+    import_first(modules.split(","))
 ranks = fork_ranks([[int(number) for number in pair.split(":")] for pair in descriptors.split(",")])
 if ranks is None:
     run_as_main(Path(sys.argv[0]))

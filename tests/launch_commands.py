@@ -12,11 +12,14 @@ from halfstep.checkpoint.retention import CheckpointFolder
 TESTS = Path(__file__).resolve().parent
 
 
-def torchrun(out, *options, fault="", ranks=2, restarts=0, timeout=300):
+DDP = ("-p", "fp32", "--backend", "ddp", "--batch", 8)
+
+
+def torchrun(out, *options, fault="", ranks=2, restarts=0, timeout=300, backend=DDP):
     """The exit code and the output of `halfstep train` under torchrun, with the settings of the other runs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--max-restarts", restarts]
-    command += ["-m", "halfstep", "train", TESTS / "launch_job.py", "-p", "fp32", "--out", out, "--backend", "ddp"]
-    command += ["--batch", 8, "--epochs", 2, "--set", "save_every=3", "--set", "watch=off", "--set", "device=cpu"]
+    command += ["-m", "halfstep", "train", TESTS / "launch_job.py", "--out", out, *backend]
+    command += ["--epochs", 2, "--set", "save_every=3", "--set", "watch=off", "--set", "device=cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": fault or "none:0:0"}
     process = subprocess.run(
         list(map(str, (*command, *options))),
@@ -33,4 +36,4 @@ def torchrun(out, *options, fault="", ranks=2, restarts=0, timeout=300):
 def digest_of(out):
     """A hash of the weights of the latest checkpoint."""
     weights = load_checkpoint(CheckpointFolder(out / "checkpoints").latest()).weights
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    return hashlib.sha256(b"".join(weights[name].float().numpy().tobytes() for name in sorted(weights))).hexdigest()

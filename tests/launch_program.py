@@ -34,7 +34,7 @@ class Broken(Data):
 def digest(outcome):
     """A hash of the weights of the latest checkpoint."""
     weights = load_checkpoint(outcome.checkpoint).weights
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    return hashlib.sha256(b"".join(weights[name].float().numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
 def run(context, out, job=None, *, resume=False, **changed):

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 FORK = Path(__file__).with_name("fork_ranks.py")
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # with torch's compiler: ten seconds for a rank
 
 
 def free_port():
@@ -29,8 +30,11 @@ def free_port():
             return port
 
 
-def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
-    """What each rank of `python options program arguments` printed; every rank must end well."""
+def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), code=0, imports=()):
+    """What each rank of `python options program arguments` printed; every rank must end with `code`, negative for a signal.
+
+    `imports` are modules that are imported once, for all ranks.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     environment = os.environ | address
     environment |= {"OMP_NUM_THREADS": "1"} | (variables or {})
@@ -38,7 +42,8 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
         # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(ranks)]
         descriptors = [[file.fileno() for file in pair] for pair in files]
-        command = [sys.executable, *options, FORK, ",".join(f"{out}:{errors}" for out, errors in descriptors), program]
+        pairs = ",".join(f"{out}:{errors}" for out, errors in descriptors)
+        command = [sys.executable, *options, FORK, ",".join(imports) or "-", pairs, program]
         process = subprocess.Popen(
             [*command, *map(str, arguments)],
             env=environment,
@@ -56,7 +61,7 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
             file.seek(0)
         outputs = [(out.read(), errors.read()) for out, errors in files]
     texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for text, errors in outputs)
-    assert codes.split() == ["0"] * ranks, f"{codes}\n{texts}"
+    assert codes.split() == [str(code)] * ranks, f"{codes}\n{texts}"
     return [text for text, _ in outputs]
 
 

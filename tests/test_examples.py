@@ -18,6 +18,7 @@ PAGES = (
     "docs/converting.md",
     "docs/data.md",
     "docs/engine.md",
+    "docs/inspect.md",
     "docs/policies.md",
     "docs/watch.md",
 )  # whose Python snippets run too
@@ -33,8 +34,19 @@ def test_an_example_runs(path, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    "name", ["hf_trainer.py", "trl_sft.py", "lightning_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
+)
+def test_an_integration_is_at_most_three_lines(name):
+    """Every line of the code that names halfstep is marked, and there are at most three."""
+    _, _, code = (ROOT / "examples" / name).read_text().split('"""', 2)
+    lines = [line for line in code.splitlines() if re.search("halfstep|Halfstep", line)]
+    assert 2 <= len(lines) <= 3
+    assert all(line.endswith("# halfstep") for line in lines)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py", "onebit_adam.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py", "onebit_adam.py", "onebit_engine.py"])
 def test_an_example_for_several_ranks_runs_on_two(name):
     """Started by a launcher as its docstring shows; rank 0 alone prints."""
     outputs = run_ranks(ROOT / "examples" / name)

@@ -16,6 +16,7 @@ _HOME = {
     "Choice": "precision.choice",
     "Comparison": "comparison",
     "Engine": "engine.engine",
+    "ExpectationError": "errors",
     "Format": "precision.formats",
     "GradScaler": "scaling.gradscaler",
     "Guard": "watching.guard",
@@ -35,6 +36,7 @@ _HOME = {
     "compare": "comparison",
     "find_batch_size": "planning",
     "get_format": "precision.formats",
+    "inspect": "inspection.inspector",
     "plan": "planning",
     "probe": "hardware.probe",
     "set_tf32": "hardware.tf32",
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
     from halfstep.comparison import Comparison, compare
     from halfstep.engine.engine import Engine
     from halfstep.engine.result import StepResult
-    from halfstep.errors import HalfstepError, OverflowStop
+    from halfstep.errors import ExpectationError, HalfstepError, OverflowStop
     from halfstep.hardware.probe import Hardware, probe
     from halfstep.hardware.tf32 import set_tf32
+    from halfstep.inspection.inspector import inspect
     from halfstep.jobs.job import Job
     from halfstep.planning import find_batch_size, plan
     from halfstep.precision.choice import Choice, choose

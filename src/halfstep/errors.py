@@ -1,10 +1,11 @@
 """Errors whose message has what happened, the values involved, and what to do.
 
     HalfstepError
-    |-- SettingError    (also a ValueError)    a setting, name or file that cannot be used
-    |-- MissingError    (also an ImportError)  something that has to be installed first
-    |-- OverflowStop    (also a RuntimeError)  training stopped: no usable gradient for many steps
-    `-- RankError       (also a RuntimeError)  another rank of the run died, hangs or differs
+    |-- SettingError      (also a ValueError)      a setting, name or file that cannot be used
+    |-- MissingError      (also an ImportError)    something that has to be installed first
+    |-- OverflowStop      (also a RuntimeError)    training stopped: no usable gradient for many steps
+    |-- ExpectationError  (also an AssertionError) a run stores or computes in other formats than expected
+    `-- RankError         (also a RuntimeError)    another rank of the run died, hangs or differs
 
 Commands turn any of them into one message on stderr and an exit code; a traceback at the command
 line means a bug in Halfstep.
@@ -15,7 +16,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["HalfstepError", "MissingError", "OverflowStop", "RankError", "SettingError", "nearest", "unknown"]
+__all__ = [
+    "ExpectationError",
+    "HalfstepError",
+    "MissingError",
+    "OverflowStop",
+    "RankError",
+    "SettingError",
+    "nearest",
+    "unknown",
+]
 
 
 _MOST_LISTED = 30  # a longer list of names would hide the message
@@ -36,6 +46,10 @@ class MissingError(HalfstepError, ImportError):
 
 class OverflowStop(HalfstepError, RuntimeError):
     """Training stopped because too many steps in a row had no usable gradient."""
+
+
+class ExpectationError(HalfstepError, AssertionError):
+    """A run does not store or compute what `expect` asked for, or that was not observed."""
 
 
 class RankError(HalfstepError, RuntimeError):

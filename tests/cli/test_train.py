@@ -284,14 +284,44 @@ def test_launches_that_cannot_work_are_rejected(job_file, monkeypatch, tmp_path,
 
 
 def test_a_deepspeed_configuration_decides_what_the_command_leaves_open(tmp_path):
-    """Precision, norm and accumulation come from the file, unless the command line has them."""
+    """Precision, norm, accumulation and micro-batch come from the file, unless the command line has them."""
     file = tmp_path / "ds.json"
     file.write_text('{"fp16": {"enabled": true}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 4}')
     overrides = {"ds_config": str(file)}
-    assert _read_deepspeed(overrides, ()) == ("fp16-lean",)
-    assert overrides == {"ds_config": str(file), "backend": "deepspeed", "max_norm": 0.5, "accumulate": 4}
-    overrides = {"ds_config": str(file), "max_norm": None, "accumulate": 1, "backend": "deepspeed"}
-    assert _read_deepspeed(dict(overrides), ("fp32",)) == ("fp32",)
+    decided = {"ds_config": str(file), "backend": "deepspeed", "max_norm": 0.5, "accumulate": 4}
+    assert _read_deepspeed(overrides, (), 2) == (decided, ("fp16-lean",))
+    overrides = {"ds_config": str(file), "max_norm": None, "accumulate": 1, "backend": "deepspeed", "batch": 6}
+    assert _read_deepspeed(overrides, ("fp32",), 2) == (overrides, ("fp32",))
+    file.write_text('{"bf16": {"enabled": true}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}')
+    fields, _ = _read_deepspeed({"ds_config": str(file)}, (), 2)
+    assert (fields["batch"], fields["accumulate"], fields["max_norm"]) == (8, 8, 1.0)
+
+
+def test_auto_values_of_a_deepspeed_configuration_are_the_defaults_of_a_run(tmp_path):
+    """All but the precision, which the command must then have."""
+    file = tmp_path / "ds.json"
+    keys = ("gradient_clipping", "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    blocks = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 2}}
+    file.write_text(json.dumps({"bf16": {"enabled": "auto"}, **dict.fromkeys(keys, "auto"), **blocks}))
+    fields, precision = _read_deepspeed({"ds_config": str(file)}, ("bf16-lean",), 2)
+    assert (fields["max_norm"], fields["accumulate"], precision) == (1.0, 1, ("bf16-lean",))
+    assert "batch" not in fields
+    with pytest.raises(HalfstepError, match="pass precision"):
+        _read_deepspeed({"ds_config": str(file)}, (), 2)
+
+
+def test_mistakes_of_a_deepspeed_configuration_stop_the_command_with_their_line(job_file, tmp_path):
+    """All of them in one message with rule and fix, before anything is written."""
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{\n"fp16": {"enabled": true, "hysteresis": 0},\n"gradient_cliping": 1.0,\n"zero_optimization": {"stage": 2}\n}'
+    )
+    result = run("train", job_file, "--ds-config", file, "--out", tmp_path / "run")
+    message = str(result.exception)
+    assert "2 mistakes" in message
+    assert "line 2: HS213" in message
+    assert "line 3: HS252" in message
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

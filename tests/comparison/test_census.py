@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep.comparison.census import DispatchCensus, Entry, is_product, why_fp32, write_census
+from halfstep.comparison.census import DispatchCensus, Entry, why_fp32, write_census
 
 
 def record(work):
@@ -86,9 +86,3 @@ def test_fp32_needs_no_reason_where_it_was_requested():
 def test_every_fp32_operator_has_a_reason(op, phase, words):
     """The reason depends on the operator and on the phase of the step."""
     assert words in why_fp32(op, phase)
-
-
-def test_products_are_known_by_name():
-    """Attention and convolutions are products, foreach operators are not."""
-    assert all(map(is_product, ("mm", "aten::addmm", "convolution_backward", "_scaled_dot_product_flash_attention")))
-    assert not any(map(is_product, ("add", "_foreach_addmm_like", "gelu")))

@@ -20,6 +20,15 @@ def test_a_comparison_prints_table_and_verdict(tmp_path):
     assert text.splitlines()[0].startswith("precision")
 
 
+def test_a_comparison_is_a_table_in_a_notebook(tmp_path):
+    """The HTML has every row and the verdict."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    page = comparison._repr_html_()
+    assert page.count("<tr>") == 1 + len(comparison.rows)
+    assert all(row.label in page for row in comparison.rows)
+    assert "<p>" in page
+
+
 def test_a_comparison_is_frozen_and_strict_json(tmp_path):
     """It converts to strict JSON with infinities as strings, and cannot be modified."""
     comparison = read_comparison([write_case(tmp_path / "c")])

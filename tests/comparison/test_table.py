@@ -7,7 +7,8 @@ import pytest
 from comparison_cases import write_case
 from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.result import read_comparison
-from halfstep.comparison.table import fit_columns, plain_table, show_interval, show_layer, show_share, table_cells
+from halfstep.comparison.table import fit_columns, show_interval, show_layer, show_share, table_cells
+from halfstep.hardware.tables import plain_table
 
 
 @pytest.mark.parametrize(
@@ -17,13 +18,6 @@ from halfstep.comparison.table import fit_columns, plain_table, show_interval, s
 def test_a_ratio_is_shown_with_its_interval(estimate, text):
     """A ratio without an interval is one number, a missing one a dash."""
     assert show_interval(estimate) == text
-
-
-def test_columns_line_up():
-    """Every column starts at the same offset, and no line ends with spaces."""
-    lines = plain_table(("a", "long heading", "c"), [("1", "2", "3"), ("wide cell", "x", "")]).splitlines()
-    assert [line.find("long") for line in lines[:1]] == [lines[1].find("2")] == [lines[2].find("x")]
-    assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

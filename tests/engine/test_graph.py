@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_models import Net, batches, build, train_step
 from halfstep.engine.engine import Engine
-from halfstep.engine.graph import Products, leftover_factor, products_of, wide_results
+from halfstep.engine.graph import Products, leftover_factor, loss_results, products_of, wide_results
 
 
 def engine_of(precision, **options):
@@ -233,6 +233,18 @@ def test_factors_left_in_the_loss_are_reported_once(accumulate, edit, message, c
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == (message is not None)
     assert message is None or message in warnings[0]
+
+
+def test_a_loss_is_made_of_its_functions_and_means():
+    """Casts, scales and masks in between are passed over; what computed the logits is not part of the loss."""
+    w, y = torch.randn(8, 4, requires_grad=True), torch.tensor([0, 1])
+    logits = torch.ones(2, 8).bfloat16() @ w.bfloat16()
+    each = torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    scaled = torch.amp.GradScaler("cpu").scale((each * torch.tensor([1.0, 0.0])).mean() / 2)
+    assert loss_results(scaled) == [("mean", "fp32"), ("nll_loss", "bf16"), ("log_softmax", "bf16")]
+    assert loss_results(logits.float().square().mean()) == [("mean", "fp32")]
+    assert loss_results(logits) == [("result", "bf16")]
+    assert loss_results(torch.zeros((), requires_grad=True)) == [("result", "fp32")]
 
 
 def test_large_fp32_results_are_listed_by_operation():

@@ -98,6 +98,14 @@ def test_rows_name_the_dtypes_of_the_tensors(precision):
     assert rows["losses, softmax, sums"] == "fp32" + inside
 
 
+def test_the_table_is_html_in_a_notebook():
+    """Rows, what is lossy and what is waived are the same as in the text."""
+    truth = Truth((("precision", "a<b"),), ("some loss",), ("a promise",), 16.0)
+    page = truth._repr_html_()
+    assert all(text in page for text in ("a&lt;b", "some loss", "a promise"))
+    assert page.count("<tr>") == len(str(truth).splitlines()) == 3
+
+
 def test_the_table_is_read_from_the_tensors_not_from_the_policy():
     """Gradients of another dtype than the policy would give are shown as what they are."""
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

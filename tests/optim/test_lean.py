@@ -450,10 +450,24 @@ def test_parameters_without_gradients_are_left_out():
 # --- what is rejected ---------------------------------------------------------------------------------------------
 
 
-def test_a_closure_is_rejected():
-    """Running the model again inside step() does not go with a gated step."""
-    with pytest.raises(SettingError, match="closure"):
-        AdamW(weights((2,))).step(lambda: 0.0)
+def test_a_closure_computes_the_gradients_first():
+    """As with torch's optimizers: it runs once, with gradients enabled, and its result is returned."""
+    stepped, plain = weights((3,)), weights((3,))
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        loss = stepped[0].float().square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = AdamW(stepped, lr=0.1).step(closure)
+    plain[0].float().square().sum().backward()
+    AdamW(plain, lr=0.1).step()
+    assert calls == [True]
+    assert loss.item() > 0
+    assert torch.equal(bits(stepped[0]), bits(plain[0]))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 warns although they were asked for

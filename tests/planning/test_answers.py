@@ -32,6 +32,14 @@ def test_state_is_the_same_in_fp32_and_autocast(vit):
     assert f"{rest[0]:.2f} GiB in fp32 and {rest[1]:.2f} in bf16" in notes
 
 
+def test_a_plan_is_a_table_in_a_notebook(vit):
+    """The HTML has a row for each precision and the notes."""
+    page = vit._repr_html_()
+    assert page.count("<tr>") == 4
+    assert "bf16-lean" in page
+    assert page.count("<p>") == 1 + len(vit.notes)
+
+
 def test_fewest_gpus_fit_and_one_less_does_not(vit):
     """Each answer is within the usable memory, and needs fewer GPUs in a leaner precision."""
     counts = []

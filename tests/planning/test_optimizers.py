@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from halfstep.kernels.table import table_bytes
+from halfstep.optim import OneBitAdam
 from halfstep.planning.estimator import Estimator
 from halfstep.precision.policy import Policy
 from planning_jobs import small_job
@@ -24,6 +25,7 @@ def states(optimizer, precision="fp32"):
         (torch.optim.RMSprop, 4),
         (torch.optim.AdamW, 8),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), 12),
+        (OneBitAdam, 12),  # with the compression errors, which exist from the freeze on
     ],
 )
 def test_bytes_per_parameter(optimizer, each):

@@ -96,6 +96,15 @@ def test_each_strategy_shards_its_categories():
     assert (full["states"], full["weights"], full["activations"]) == (3 * 8 + 4, 3 * 4, 30)
 
 
+def test_zero_stores_fp32_masters_and_sums():
+    """DeepSpeed has masters of fp32 weights, too; gradients are whole at stage 1, with bf16 weights in both formats."""
+    peak = replace(PEAK, breakdown=PEAK.breakdown | {"gradients": 40})
+    assert [per_gpu(peak, LAYOUT, f"zero{stage}", 4)["master"] for stage in (1, 2, 3)] == [12, 12, 12]
+    assert [per_gpu(peak, LAYOUT, f"zero{stage}", 4)["gradients"] for stage in (1, 2, 3)] == [40, 12, 12]
+    bf16 = replace(LAYOUT, weights="bf16")
+    assert per_gpu(peak, bf16, "zero1", 4)["gradients"] == 60
+
+
 def test_autocast_copies_gathered_weights():
     """FSDP2 gathers weights as they are stored, so autocast's copies stay; ZeRO 3 gathers them in the compute dtype."""
     assert per_gpu(PEAK, LAYOUT, "fsdp", 4)["cast cache"] == 10
@@ -183,3 +192,11 @@ def test_unknown_strategy_is_named():
     """The error for an unknown strategy lists the known ones."""
     with pytest.raises(SettingError, match="fsdp"):
         per_gpu(PEAK, LAYOUT, "fsd", 2)
+
+
+def test_errors_of_a_compressed_optimizer_are_counted_for_its_share_as_a_server():
+    """Each rank of ddp stores 4 bytes for every element that it serves."""
+    compressed = replace(LAYOUT, compressed=(64, 800))
+    for num_gpus in (2, 4):
+        more = per_gpu(PEAK, compressed, "ddp", num_gpus)["states"] - per_gpu(PEAK, LAYOUT, "ddp", num_gpus)["states"]
+        assert more == 4 * (64 + 800) // num_gpus

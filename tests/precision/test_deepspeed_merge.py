@@ -74,7 +74,7 @@ def test_driven_configuration_is_merged():
     assert merged.config["fp16"] == {"enabled": True, "loss_scale": 1.0}
     reasons = {decision.key: (decision.ours, decision.reason) for decision in merged.decisions}
     assert reasons["fp16.loss_scale"] == (1.0, "Halfstep scales the loss, by the policy's rule")
-    assert reasons["gradient_clipping"] == (0.0, "Halfstep clips, in every precision")
+    assert reasons["gradient_clipping"] == (0.0, "Halfstep clips at 0.5")
     assert reasons["gradient_accumulation_steps"][0] == 1
     assert reasons["zero_allow_untested_optimizer"][0] is True
     assert "D12" not in {fault.id for fault in merged.faults}
@@ -138,14 +138,14 @@ def test_decision_is_one_line(decision, text):
 @pytest.mark.parametrize(
     ("config", "choices", "batches"),
     [
-        ({}, {}, Batches(1, 1)),
+        ({}, {}, Batches(1, 1, is_decided=False)),
         ({"train_micro_batch_size_per_gpu": 4}, {}, Batches(4, 1)),
-        ({"train_batch_size": 64}, {}, Batches(1, 1)),
+        ({"train_batch_size": 64}, {}, Batches(1, 1, is_decided=False)),
         ({"train_batch_size": 64}, {"world_size": 8}, Batches(8, 1)),
         ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, {"world_size": 8}, Batches(4, 2)),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, {"world_size": 8}, Batches(2, 4)),
         ({"train_batch_size": 64}, {"world_size": 2, "batch_size": 8}, Batches(8, 4)),
-        ({"gradient_accumulation_steps": "auto"}, {"accumulate": 3}, Batches(1, 3)),
+        ({"gradient_accumulation_steps": "auto"}, {"accumulate": 3}, Batches(1, 3, is_decided=False)),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, {"batch_size": 2}, Batches(2, 1)),
     ],
 )
@@ -223,3 +223,13 @@ def test_example_runs(capsys):
     """The example shows a written configuration and the decisions of a merged one."""
     runpy.run_path(str(ROOT / "examples" / "merge_deepspeed_config.py"), run_name="__main__")
     assert "bf16.enabled: 'auto' in the file, True in this run" in capsys.readouterr().out
+
+
+def test_a_batch_size_that_differs_from_the_file_is_reported():
+    """With the product of this run; the size that the file decides is returned."""
+    config = {"zero_optimization": {"stage": 2}, "train_batch_size": 64, "gradient_accumulation_steps": 2}
+    assert merge(config, world_size=4).batch_size == 8
+    decision = next(d for d in merge(config, world_size=4, batch_size=2).decisions if d.key == "train_batch_size")
+    assert (decision.theirs, decision.ours) == (64, 16)
+    assert "2 samples per rank" in decision.reason
+    assert merge({"zero_optimization": {"stage": 2}}).batch_size is None

@@ -79,6 +79,17 @@ class Agreement:
         skip, self._skip = self._skip.to(found_inf.device), None
         return torch.maximum(found_inf, skip)
 
+    def any_flag(self, found_inf: Tensor) -> Tensor:
+        """The same in a message of its own: for gradients that were not reduced, whose norms differ between ranks."""
+        skip, self._skip = self._skip, None
+        own = found_inf if skip is None else torch.maximum(found_inf, skip.to(found_inf.device))
+        return self._reduced([own], dist.ReduceOp.MAX)[0].to(found_inf.device)
+
+    @property
+    def broken(self) -> Tensor | None:
+        """Whether the last norm of this rank was not finite; None once it was sent."""
+        return self._broken
+
     def reset(self) -> None:
         """Forget a window that ended without an update."""
         self._weighted, self._broken, self._skip = False, None, None

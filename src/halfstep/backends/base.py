@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
+from halfstep.backends.parts import Parts
 from halfstep.backends.ranks import Ranks
 from halfstep.kernels.gradstats import total_norm
 from halfstep.precision.policy import Policy
@@ -80,6 +81,10 @@ class Backend:
     def settle(self, *, widens: bool) -> None:
         """The weights have the policy's dtypes now; `widens` if 16-bit ones have fp32 gradients."""
 
+    def group_of(self, model: nn.Module) -> Any:
+        """The process group that `prepare` will train this model on; None where it is not known before."""
+        return self._context.process_group
+
     def context(self) -> RunContext:
         """Rank, world size, local rank, device and process group of this process."""
         return self._context
@@ -113,6 +118,10 @@ class Backend:
 
     def gradients(self) -> dict[str, Tensor] | None:
         """The reduced gradients by name, where this rank's parts are not in `param.grad`; else None."""
+        return None
+
+    def parts(self) -> Parts | None:
+        """What this rank steps, where it is in neither the parameters nor the states of the optimizers; else None."""
         return None
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:

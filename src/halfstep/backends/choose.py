@@ -11,7 +11,8 @@ one process                           `single`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +25,7 @@ from halfstep.backends.single import SingleDevice
 from halfstep.backends.wrapped import WrappedDDP, find_ddp, reduces_by_itself
 from halfstep.errors import SettingError, unknown
 from halfstep.events import log_once
+from halfstep.optim.exchange import exchanging_of
 from halfstep.precision.policy import Policy
 
 __all__ = ["BACKENDS", "make_backend"]
@@ -38,8 +40,13 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def make_backend(backend: Backend | str, model: nn.Module, policy: Policy | None = None) -> Backend:
-    """The backend object that `Engine(backend=...)` names; "auto" looks at the model and at the process group."""
+def make_backend(
+    backend: Backend | str, model: nn.Module, policy: Policy | None = None, optimizers: Sequence[Any] = ()
+) -> Backend:
+    """The backend object that `Engine(backend=...)` names; "auto" looks at the model and at the process group.
+
+    The reducer of a wrapper runs in every window, which an optimizer that exchanges values by itself does not want.
+    """
     if isinstance(backend, Backend):
         return backend
     names = ("auto", *BACKENDS)
@@ -58,7 +65,8 @@ def make_backend(backend: Backend | str, model: nn.Module, policy: Policy | None
             raise SettingError(
                 'backend="single", but the model is in DistributedDataParallel. Use backend="auto", or pass model.module.'
             )
-        return WrappedDDP() if reduces_by_itself(policy or Policy()) else DataParallel()
+        own = reduces_by_itself(policy or Policy()) and exchanging_of(optimizers) is None
+        return WrappedDDP() if own else DataParallel()
     return BACKENDS[_recognise(model) if backend == "auto" else backend]()
 
 

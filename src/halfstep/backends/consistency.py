@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
+from halfstep.optim.exchange import Exchanging
 
 __all__ = ["broadcast_tensors", "check_together", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
 
@@ -55,8 +56,9 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: nn.
         for param, state in optimizer.state.items():
             if isinstance(state, dict) and state:
                 name = names.get(id(param), "?")
+                differs = optimizer.rank_states if isinstance(optimizer, Exchanging) else ()
                 described[f"{title}, state of {name}"] = ", ".join(
-                    f"{k} {_content(v)}" for k, v in sorted(state.items())
+                    f"{k} {_content(v)}" for k, v in sorted(state.items()) if k not in differs
                 )
     return described
 

@@ -9,6 +9,9 @@ do either.
 At the start ranks compare what they will train (`consistency.py`), and rank 0 broadcasts parameters and buffers. Buffers that
 forwards change, such as batch-norm statistics, are those of rank 0 after each update.
 
+An optimizer that exchanges values by itself (`optim/exchange.py`) is asked in each window whether it needs the mean. If not,
+gradients stay those of this rank, and ranks agree on the window's weight and on the overflow flag only.
+
 A DistributedDataParallel of the user can be around the model. Its own reducer is then switched off.
 """
 
@@ -40,6 +43,7 @@ from halfstep.backends.replicas import Replicas
 from halfstep.backends.wrapped import find_ddp, reject_join
 from halfstep.errors import SettingError
 from halfstep.hardware.units import bytes_text, few
+from halfstep.optim.exchange import Exchanging, exchanging_of
 from halfstep.optim.trainable import check_model
 from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
@@ -70,6 +74,8 @@ class DataParallel(Replicas):
         self._last = False  # whether the micro-batch in progress fills its window
         self._num_last = 0  # backwards of that micro-batch
         self._several = False  # whether this window needs a second reduction
+        self._exchanging: Exchanging | None = None  # an optimizer that does not need reduced gradients in every window
+        self._dense: bool | None = None  # whether this window is reduced; None until it is asked for
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -96,10 +102,17 @@ class DataParallel(Replicas):
         """Remember the Engine's settings; `prepare` compares them with those of the other ranks."""
         self._settings = {key: str(value) for key, value in settings.items()}
 
+    def group_of(self, model: nn.Module) -> Any:
+        """The group of a wrapper, else that of all ranks; None without torch.distributed, which `check` rejects."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        wrapper = find_ddp(model)
+        return dist.group.WORLD if wrapper is None else wrapper.process_group
+
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Compare the ranks, give all of them the parameters and buffers of rank 0, and start to reduce."""
         module, wrapper = super().prepare(model, optimizers), find_ddp(model)
-        group = dist.group.WORLD if wrapper is None else wrapper.process_group
+        group = self.group_of(model)
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._context = replace(
@@ -110,6 +123,9 @@ class DataParallel(Replicas):
         device = self._context.device
         versions = {"torch": torch.__version__, **{key: str(size) for key, size in self._sizes.items()}}
         described = describe_model(module) | describe_optimizers(optimizers, module)
+        self._exchanging = exchanging_of(optimizers)
+        if self._exchanging is not None:
+            described["schedule of the optimizer"] = self._exchanging.settings_text()
         ranks = ProcessRanks(group, device=device)
         compare_ranks(versions | self._settings | described, ranks)
         broadcast_tensors((*module.parameters(), *module.buffers()), group)
@@ -138,7 +154,7 @@ class DataParallel(Replicas):
     def agree_reference(self, reference: float | Tensor, *, weighted: bool, closing: bool) -> float | Tensor:
         """The largest of all ranks, right before gradients are reduced."""
         if self._agreement is not None and not closing:
-            self._armed = self._last and not self._num_last and self._agreement.one_backward()
+            self._armed = self._last and not self._num_last and self._agreement.one_backward() and self._reduces()
         return super().agree_reference(reference, weighted=weighted, closing=closing)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -155,21 +171,35 @@ class DataParallel(Replicas):
         self._due = self._reducer.finish() if armed else True
         self._several = self._several or self._num_last > 1 or (armed and self._due)
 
+    def _reduces(self) -> bool:
+        """Whether the gradients of this window are averaged over ranks."""
+        if self._dense is None:
+            self._dense = self._exchanging is None or self._exchanging.needs_dense_gradients
+        return self._dense
+
     # --- each update --------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
-        """Reduce what the last backward did not."""
+        """Reduce what the last backward did not, unless the optimizer works on the gradients of this rank."""
         if self._due and self._reducer is not None:
-            self._reducer.reduce()
+            if self._reduces():
+                self._reducer.reduce()
             self._due = False
+
+    def agree(self, found_inf: Tensor) -> Tensor:
+        """1 on every rank if it is on any."""
+        if self._agreement is None or self._reduces():
+            return super().agree(found_inf)
+        return self._agreement.any_flag(found_inf)
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The mean over ranks, as gradients are averaged."""
         if self._agreement is None or self._reducer is None:
             return weight
         flags = torch.zeros(self._context.world_size, device=self._context.device)  # one for each rank
-        if self._reducer.found_inf is not None:
-            flags[self._context.rank].copy_(self._reducer.found_inf)
+        found_inf = self._reducer.found_inf if self._reduces() else self._agreement.broken
+        if found_inf is not None:
+            flags[self._context.rank].copy_(found_inf)
         return self._agreement.weight(weight, flags, several=self._several)
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
@@ -180,7 +210,7 @@ class DataParallel(Replicas):
     def reset(self) -> None:
         """Expect no gradients, also after a backward that failed."""
         super().reset()
-        self._last, self._num_last, self._several = False, 0, False
+        self._last, self._num_last, self._several, self._dense = False, 0, False, None
         if self._reducer is not None:
             self._reducer.reset()
 
@@ -208,7 +238,8 @@ class DataParallel(Replicas):
             return {}
         size = self._reducer.message_bytes
         sent = f", {bytes_text(size)} per step" if size else ""
-        return {"reduction": f"{self._policy.reduce} over {self._context.world_size} ranks{sent}"}
+        when = "" if self._exchanging is None else "; in dense steps only"
+        return {"reduction": f"{self._policy.reduce} over {self._context.world_size} ranks{sent}{when}"}
 
     def close(self) -> None:
         """Remove the hooks; a wrapper reduces again."""

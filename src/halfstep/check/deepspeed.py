@@ -32,7 +32,7 @@ from halfstep.precision.json_tree import load_json, parse_json, read_text
 from halfstep.precision.node import Block
 from halfstep.precision.policy import Policy
 
-__all__ = ["check_deepspeed", "merge_deepspeed"]
+__all__ = ["TESTED_VERSION", "check_deepspeed", "merge_deepspeed"]
 
 TESTED_VERSION = "0.19.8"
 _NAME = "The DeepSpeed configuration"

@@ -117,7 +117,7 @@ def command(
                 raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")
             overrides[name] = value
     if overrides.get("ds_config") is not None:
-        precision = _read_deepspeed(overrides, precision)
+        overrides, precision = _read_deepspeed(overrides, precision, launch.world_size)
     if resume and out is None:
         raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
@@ -172,19 +172,16 @@ def command(
         sys.exit(1)
 
 
-def _read_deepspeed(overrides: dict[str, Any], precision: tuple[str, ...]) -> tuple[str, ...]:
-    """Let a DeepSpeed configuration decide what the command line leaves open; returns the precisions."""
-    from halfstep.events import log_info
-    from halfstep.precision.policy import read_deepspeed
+def _read_deepspeed(
+    overrides: dict[str, Any], precision: tuple[str, ...], world_size: int
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Let a DeepSpeed configuration decide what the command line leaves open; returns the fields and the precisions."""
+    from halfstep.train.zero_file import settings_of_file
 
-    reading = read_deepspeed(Path(overrides["ds_config"]))
-    for note in reading.notes:
-        log_info(note)
-    overrides.setdefault("backend", "deepspeed")
-    overrides.setdefault("max_norm", reading.max_norm)
-    if reading.accumulate is not None:
-        overrides.setdefault("accumulate", reading.accumulate)
-    return precision or (str(reading.policy),)
+    results = [
+        settings_of_file(Path(overrides["ds_config"]), overrides, each, world_size) for each in precision or (None,)
+    ]
+    return results[0][0], tuple(policy for _, policy in results)
 
 
 def _writers(loggers: tuple[str, ...]) -> list[OpenWriter]:

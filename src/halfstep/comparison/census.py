@@ -27,14 +27,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.precision.formats import format_name
+from halfstep.watching.operators import is_product, operand_format
 
-__all__ = ["ALIGNED", "CASTS", "DispatchCensus", "Entry", "is_product", "why_fp32", "write_census"]
+__all__ = ["ALIGNED", "DispatchCensus", "Entry", "why_fp32", "write_census"]
 
 ALIGNED = 8  # tensor cores work on 16-bit tiles of 8; NVIDIA's guide asks for multiples of 8 in every dimension
 MAX_ROWS = 40
-CASTS = "casts"
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "convolution", "attention", "einsum", "mkldnn_rnn")
 _REDUCTIONS = ("softmax", "nll_loss", "cross_entropy", "mse_loss", "loss", "sum", "norm", "logsumexp", "mean", "prod")
 _STEP = ("_fused_", "_foreach_", "adam", "sgd", "lerp", "addcmul", "addcdiv", "halfstep")
 _SIXTEEN_BIT = ("bf16", "fp16")
@@ -67,24 +65,9 @@ class DispatchCensus(TorchDispatchMode):
         if not func.is_view and not name.startswith(("empty", "new_empty", "detach", "_local_scalar")):
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self.entries.append(
-                Entry(name, _format(name, inputs, result), seconds, _dimensions(name, inputs), self.phase)
+                Entry(name, operand_format(name, inputs, result), seconds, _dimensions(name, inputs), self.phase)
             )
         return result
-
-
-def _format(name: str, inputs: list[Tensor], result: Any) -> str:
-    floats = [x for x in inputs if x.is_floating_point()]
-    if name in {"_to_copy", "copy_", "copy"}:
-        target = result if isinstance(result, Tensor) else None
-        source = inputs[-1].dtype if inputs else None
-        if target is not None and source is not None and target.dtype != source and target.is_floating_point():
-            return CASTS
-    if not floats:
-        return "other"
-    if is_product(name):  # attention also has small fp32 inputs (statistics); the largest input decides
-        return format_name(max(floats, key=lambda x: x.numel()).dtype)
-    # The widest input decides: a sum of a 16-bit and a 32-bit tensor computes in 32 bits.
-    return format_name(max((x.dtype for x in floats), key=lambda dtype: dtype.itemsize))
 
 
 def _dimensions(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
@@ -93,12 +76,6 @@ def _dimensions(name: str, inputs: list[Tensor]) -> tuple[int, ...]:
         return ()
     left, right = matrices[-2:]
     return (left.shape[-2], left.shape[-1], right.shape[-1])
-
-
-def is_product(op: str) -> bool:
-    """Whether an operator is a matrix product or convolution, where most of the arithmetic is."""
-    plain = op.removeprefix("aten::")
-    return any(part in plain for part in _PRODUCTS) and not plain.startswith("_foreach")
 
 
 def why_fp32(op: str, phase: str = "") -> str:

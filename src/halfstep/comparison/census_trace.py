@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from halfstep.comparison.census import CASTS, Entry, is_product
+from halfstep.comparison.census import Entry
+from halfstep.watching.operators import CASTS, is_product
 
 __all__ = ["read_trace", "trace_step"]
 

@@ -13,9 +13,10 @@ from halfstep.comparison.gate import GateResult, check_gate, parse_gate
 from halfstep.comparison.record import RunRecord, read_run, run_files
 from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_differ
 from halfstep.comparison.survey import SURVEY, Survey, read_survey
-from halfstep.comparison.table import plain_table, table_cells
+from halfstep.comparison.table import table_cells
 from halfstep.comparison.verdict import Verdict, judge
 from halfstep.errors import SettingError
+from halfstep.hardware.tables import html_table, plain_table
 from halfstep.hardware.units import count_text
 
 __all__ = ["SCHEMA", "Comparison", "Part", "merge_parts", "read_comparison"]
@@ -77,6 +78,10 @@ class Comparison:
         headings, cells = table_cells(self.rows)
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join([plain_table(headings, cells), "", self.verdict.text, *notes])
+
+    def _repr_html_(self) -> str:
+        headings, cells = table_cells(self.rows)
+        return html_table(headings, cells, below=[self.verdict.text, *(f"note: {note}" for note in self.notes)])
 
 
 def read_comparison(folders: Sequence[Path], *, stopped_by: str | None = None) -> Comparison:

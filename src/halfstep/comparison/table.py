@@ -9,7 +9,7 @@ from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
 from halfstep.hardware.units import bytes_text, seconds_text
 
-__all__ = ["fit_columns", "plain_table", "show_interval", "show_layer", "show_share", "table_cells"]
+__all__ = ["fit_columns", "show_interval", "show_layer", "show_share", "table_cells"]
 
 HEADINGS = (
     "precision",
@@ -126,12 +126,3 @@ def show_interval(estimate: Estimate | None) -> str:
     if estimate.low == estimate.high:
         return f"{estimate.value:.2f}x"
     return f"{estimate.value:.2f}x ({estimate.low:.2f} to {estimate.high:.2f})"
-
-
-def plain_table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces."""
-    widths = [max(len(line[i]) for line in (headings, *cells)) for i in range(len(headings))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (headings, *cells)
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -107,7 +107,7 @@ class Engine(SavedEngine):
         check_compile(compile)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
-        self.backend = make_backend(backend, root, self.policy)
+        self.backend = make_backend(backend, root, self.policy, optimizers)
         self.policy = self.backend.adapt(self.policy)
         settings = {"accumulate": accumulate, "max_norm": max_norm, "ema": ema, "compile": compile}
         self.backend.compare({"precision": self.policy} | settings | watch_settings(watch, shards=self.backend.shards))

@@ -28,6 +28,7 @@ __all__ = [
     "is_custom",
     "is_opaque",
     "leftover_factor",
+    "loss_results",
     "nodes_of",
     "operation_of",
     "products_of",
@@ -41,6 +42,9 @@ _PRODUCT = re.compile(
 )
 # Nodes through which a factor of a loss is still a factor of it.
 _TRANSPARENT = re.compile(r"^(ToCopy|View|ReshapeAlias|UnsafeView|Alias|Clone|Squeeze|Unsqueeze|Neg)Backward")
+_LOSS = re.compile(r"Loss|LogSoftmax|LogSigmoid|CrossEntropy|KlDiv|CosineEmbedding|Ctc")
+_ELEMENTWISE = re.compile(r"^(Mul|Div|Add|Sub|Rsub|Where|MaskedFill|MaskedSelect|Index|Select|Slice|Gather)Backward")
+_MAX_DEPTH = 4  # elementwise operations between a loss function and its mean
 
 _SMALLEST_SCALE = 2.0**10  # powers of two from here on look like a loss scale; losses are rarely multiplied by so much
 
@@ -82,6 +86,43 @@ def wide_results(loss: Tensor) -> dict[str, int]:
         if _result_format(node) == "fp32" and largest and _num_elements(node) >= largest / 8:
             sizes[operation_of(node.name())] += 4 * _num_elements(node)
     return {name: size for name, size in sizes.most_common() if name}
+
+
+def loss_results(loss: Tensor) -> list[tuple[str, str]]:
+    """(operation, format of its result) of the operations that make up a loss: those with one number, and loss functions.
+
+    Casts of the result, the loss scale and other constant factors are passed over, because they do not change what the loss
+    was computed in.
+    """
+    if loss.grad_fn is None or loss.numel() != 1:
+        return [("result", format_name(loss.dtype))]
+    results: dict[Any, tuple[str, str]] = {}
+    pending: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
+    visited = set()
+    while pending:
+        node, depth = pending.pop(0)
+        if node is None or node in visited or depth > _MAX_DEPTH:
+            continue
+        visited.add(node)
+        parents = [parent for parent, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            if _num_elements(node) == 1 or not results:
+                results[node] = (_kind(type(node).__name__), _result_format(node))
+        elif _TRANSPARENT.match(node.name()) or _is_constant_factor(node):
+            pending += [(parent, depth) for parent in parents[:1]]
+        elif _num_elements(node) == 1 or _LOSS.search(node.name()):
+            name = operation_of(node.name())
+            if name:  # not a parameter that is a loss by itself
+                results[node] = (name, _result_format(node))
+            pending += [(parent, 0) for parent in parents]
+        elif _ELEMENTWISE.match(node.name()):  # masks and weights between a loss function and its mean
+            pending += [(parent, depth + 1) for parent in parents]
+    return list(results.values()) or [("result", format_name(loss.dtype))]
+
+
+def _is_constant_factor(node: Any) -> bool:
+    rest = [parent for parent, _ in node.next_functions[1:]]
+    return node.name().startswith(("DivBackward", "MulBackward")) and all(parent is None for parent in rest)
 
 
 def _num_elements(node: Any) -> int:

@@ -47,6 +47,7 @@ from halfstep.errors import SettingError
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.optim.adopt import adopt, adopts
+from halfstep.optim.exchange import check_exchange, exchanging_of, join_ranks
 from halfstep.optim.masters import WithMasters, add_masters, check_masters
 from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
@@ -155,6 +156,9 @@ def prepare_run(
         backend.settle(widens=policy.widens_grads(accumulate))
     paths = tuple(choose_path(o, module) for o in stepped)
     own_optimizers(stepped, undo)
+    if backend is not None and exchanging_of(stepped) is not None:
+        context = backend.context()
+        join_ranks(stepped, policy.compute, context.process_group if context.world_size > 1 else None, undo)
     rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy)
     return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
 
@@ -193,6 +197,16 @@ def prepare_module(
     module = unwrap(root)
 
     def check() -> None:
+        if exchanging_of(optimizers) is not None:
+            check_exchange(
+                optimizers,
+                policy.compute,
+                backend=backend.name,
+                sharded=backend.shards or backend.owns_optimizers,
+                num_ranks=backend.context().world_size,
+                group=backend.group_of(root),
+                release=bool(options.get("gradient_release")),
+            )
         check_module(backend, root, policy)
         if backend.shards and compile in GRAPH_MODES:
             raise SettingError(

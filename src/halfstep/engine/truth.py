@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from halfstep.backends.base import Backend
 from halfstep.engine.casting import fp32_buffers
 from halfstep.engine.graph import LossObserver
@@ -19,7 +21,9 @@ from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware
+from halfstep.hardware.tables import html_table
 from halfstep.hardware.units import bytes_text, few
+from halfstep.optim.exchange import exchanging_of
 from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
@@ -48,12 +52,18 @@ class Truth:
             "bytes_per_parameter": self.bytes_per_parameter,
         }
 
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """All rows: what is lossy and waived after the rest."""
+        lossy = [("lossy", text) for text in self.lossy or ("nothing beyond the compute format",)]
+        return [*self.rows, *lossy, *(("waived", text) for text in self.waived_guarantees)]
+
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows)
-        lines = [f"  {name:{width}}  {value}" for name, value in self.rows]
-        lines += [f"  {'lossy':{width}}  {text}" for text in self.lossy or ("nothing beyond the compute format",)]
-        lines += [f"  {'waived':{width}}  {text}" for text in self.waived_guarantees]
-        return "\n".join(lines)
+        return "\n".join(f"  {name:{width}}  {value}" for name, value in self.lines)
+
+    def _repr_html_(self) -> str:
+        return html_table(("", ""), self.lines)
 
 
 def census(tensors: Iterable[Any]) -> dict[str, int]:
@@ -223,7 +233,9 @@ def truth_of(
     losses: LossObserver | None = None,  # of the first micro-batch
 ) -> Truth:
     """The table of a prepared run as it is now."""
-    rows = run.rows | dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
+    exchanging = exchanging_of(run.optimizers)
+    rows = run.rows | dict(backend.truth_rows()) | ({} if exchanging is None else exchanging.truth_rows())
+    rows |= {"gradients": "released during backward"} if released else {}
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
@@ -240,7 +252,8 @@ def truth_of(
         ema=ema,
         losses=losses,
         tables=fp32_buffers(run.module, run.policy) if run.policy.is_lean else (),
-        waived_guarantees=WAIVED_GUARANTEES if released else (),
+        waived_guarantees=(WAIVED_GUARANTEES if released else ())
+        + (() if exchanging is None else exchanging.waived_guarantees()),
         replaced_rows=rows,
     )
 
@@ -255,15 +268,20 @@ class TruthObserver:
         self._ema, self._released = ema, released
         self.losses = LossObserver(run.policy, run.accumulate)
         self._first: Truth | None = None
+        self._grads: list[Any] = []
 
     def observe(self, grads: list[Any]) -> None:
         """Build and log the table at the first update, from its gradients; later calls do nothing."""
         if self._first is None:
+            # On the meta device: an optimizer that changes what it stores is asked again, and only dtypes and sizes are read.
+            self._grads = [torch.empty_like(grad, device="meta") for grad in grads]
             self._first = self._build(grads, self.losses)
             log_once(f"truth table\n{self._first}")
 
     def table(self) -> Truth:
-        """The table of the first update, or before it, of what exists so far."""
+        """The table of the first update, before it of what exists so far; rows of a compressed optimizer are those of now."""
+        if self._first is not None and exchanging_of(self._run.optimizers) is not None:
+            return self._build(self._grads, self.losses)
         return self._first or self._build([], None)
 
     def _build(self, grads: list[Any], losses: LossObserver | None) -> Truth:

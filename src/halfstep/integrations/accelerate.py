@@ -39,7 +39,9 @@ def attach(
     models = [accelerator.unwrap_model(each, keep_fp32_wrapper=True) for each in accelerator._models]  # noqa: SLF001 - has no public name
     optimizers = list(accelerator._optimizers)  # noqa: SLF001
     if not models or not optimizers:
-        raise SettingError("This accelerator has no model and optimizer yet: call accelerator.prepare(...) before attach().")
+        raise SettingError(
+            "This accelerator has no model and optimizer yet: call accelerator.prepare(...) before attach()."
+        )
     replace_scaler(accelerator, [item for model in models for item in model.named_parameters()])
     # Several models, as in a GAN, are watched as one whose names begin with their number.
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)

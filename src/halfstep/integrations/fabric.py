@@ -31,7 +31,7 @@ from halfstep.precision.policy import Policy
 __all__ = ["HalfstepPrecision"]
 
 
-class HalfstepPrecision(Precision):
+class HalfstepPrecision(Precision):  # type: ignore[misc]
     """Trains in a Halfstep policy: a preset such as "fp16" or "bf16-lean", with `key=value` settings.
 
     `accumulate` is the number of micro-batches per step: above 1, lean presets add them up in fp32.
@@ -40,7 +40,7 @@ class HalfstepPrecision(Precision):
     def __init__(self, policy: str | Policy = "bf16", *, accumulate: int = 1) -> None:
         warn_if_untested("lightning")
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        self.precision = str(self.policy)  # type: ignore[assignment]
+        self.precision = str(self.policy)
         self._accumulate = accumulate
         self._device = pick_device("auto")
         self.scaler = scaler_of(self.policy, self._device, {})

@@ -34,13 +34,13 @@ from halfstep.watching.watch import Watch
 __all__ = ["HalfstepCallback", "HalfstepPrecision"]
 
 
-class HalfstepPrecision(Precision):
+class HalfstepPrecision(Precision):  # type: ignore[misc]
     """Trains in a Halfstep policy: a preset such as "fp16" or "bf16-lean", with `key=value` settings."""
 
     def __init__(self, policy: str | Policy = "bf16") -> None:
         warn_if_untested("lightning")
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        self.precision = str(self.policy)  # type: ignore[assignment]
+        self.precision = str(self.policy)
         self.scaler: torch.amp.GradScaler | None = None
         self._run: PreparedRun | None = None
         self._loaded: dict[str, Any] = {}
@@ -70,18 +70,19 @@ class HalfstepPrecision(Precision):
         with compute_region(device.type, self.policy.compute, lean=self.policy.is_lean):
             yield
 
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss."""
-        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+        loss: Tensor = super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+        return loss
 
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Compute the gradients, clip them, and step unless one is not finite."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(own_optimizer(optimizer), torch.optim.LBFGS):
-            raise SettingError("LBFGS computes several gradients inside one step(), which a loss scaler cannot unscale.")
+            raise SettingError(
+                "LBFGS computes several gradients inside one step(), which a loss scaler cannot unscale."
+            )
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None
             return result
@@ -95,7 +96,7 @@ class HalfstepPrecision(Precision):
     def clip_gradients(
         self,
         optimizer: torch.optim.Optimizer,
-        clip_val: int | float = 0.0,
+        clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip the true gradients."""
@@ -107,7 +108,9 @@ class HalfstepPrecision(Precision):
         elif scale is None:
             self.clip_grad_by_value(optimizer, clip_val)
         else:
-            raise SettingError(f"{self.policy}: gradients in fp16 stay scaled until the step, so they can be clipped by norm only.")
+            raise SettingError(
+                f"{self.policy}: gradients in fp16 stay scaled until the step, so they can be clipped by norm only."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler."""
@@ -131,7 +134,7 @@ class HalfstepPrecision(Precision):
         return self.policy.params == "fp16"
 
 
-class HalfstepCallback(Callback):
+class HalfstepCallback(Callback):  # type: ignore[misc]
     """Watches a Trainer: numerics every `every` steps, skipped steps with their cause, NaN losses, a stop after `max_skips` in a row.
 
     `outlets` are called with each Event; `watch` has the samples and events of the run.
@@ -160,7 +163,10 @@ class HalfstepCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers and the scaler."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._monitor, self._step = Monitor(pl_module, trainer.optimizers, scaler, **self._settings), trainer.global_step
+        self._monitor, self._step = (
+            Monitor(pl_module, trainer.optimizers, scaler, **self._settings),
+            trainer.global_step,
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record how this micro-batch is computed."""
@@ -194,13 +200,13 @@ class HalfstepCallback(Callback):
 
 def _training_step(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
     """The loss of a micro-batch, as the Trainer computes it; what the step logs is dropped."""
-    log, module.log = module.log, _ignored  # type: ignore[method-assign]
-    log_dict, module.log_dict = module.log_dict, _ignored  # type: ignore[method-assign]
+    log, module.log = module.log, _ignored
+    log_dict, module.log_dict = module.log_dict, _ignored
     try:
         with trainer.precision_plugin.train_step_context():
             result = module.training_step(batch, batch_idx)
     finally:
-        module.log, module.log_dict = log, log_dict  # type: ignore[method-assign]
+        module.log, module.log_dict = log, log_dict
     loss: Tensor = result["loss"] if isinstance(result, dict) else result
     return loss
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import OverflowStop, SettingError
-from halfstep.events import log_once
+from halfstep.events import log_info, log_once
+from halfstep.inspection.inspector import inspect
+from halfstep.inspection.result import Inspection
 from halfstep.optim.shards import is_sharded
 from halfstep.scaling.readback import Readback
 from halfstep.watching.events import Event
@@ -51,6 +53,8 @@ class Monitor:
         outlets: Sequence[Outlet] = (),
     ) -> None:
         self._max_skips, self._outlets = max_skips, tuple(outlets)
+        self._inspected = (model, list(optimizers), scaler)
+        self.truth: Inspection | None = None  # known after the first step
         self._readback, self._step, self._undo = Readback(), 0, contextlib.ExitStack()
         self._loss: Tensor | None = None  # of the step in progress
         optimizers = [own_optimizer(each) for each in optimizers]
@@ -83,7 +87,7 @@ class Monitor:
                 factor = 1.0 if "num_items_in_batch" in kwargs else 1.0 / accumulate
                 self.record(functools.partial(_loss_of, model, args, kwargs), factor)
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
             if self._is_training(model):
                 self.add_loss(_loss_in(output))
 
@@ -115,8 +119,11 @@ class Monitor:
         self._undo.callback(undo)
 
     def end_step(self) -> None:
-        """A step is over: its loss is read when it has arrived."""
+        """A step is over: its loss is read when it has arrived. After the first one the truth table is logged."""
         self._step += 1
+        if self._step == 1:
+            self.truth = inspect(*self._inspected).result
+            log_info(f"What this run stores:\n{self.truth}")
         if self._loss is not None:
             self._readback.push(self._loss.reshape(1), self._step)
             self._loss = None

@@ -97,7 +97,9 @@ class HalfstepCallback(TrainerCallback):  # type: ignore[misc]
                 return own(model, inputs, *args, **kwargs)
             copy = dict(inputs)  # a loss may take the labels out
             divided = kwargs.get("num_items_in_batch") is not None
-            monitor.record(lambda: _first(own(model, dict(copy), *args, **kwargs)), 1.0 if divided else 1.0 / accumulate)
+            monitor.record(
+                lambda: _first(own(model, dict(copy), *args, **kwargs)), 1.0 if divided else 1.0 / accumulate
+            )
             result = own(model, inputs, *args, **kwargs)
             monitor.add_loss(_first(result))
             return result

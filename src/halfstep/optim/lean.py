@@ -94,6 +94,10 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         """The moments that the parameters of a group have: all, unless a subclass makes it depend on the settings."""
         return self.moments
 
+    def planned_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moments that the parameters of a group have at most, at any time of a run; for the planner."""
+        return self.moments_of(group)
+
     def initial_value(self, group: dict[str, Any], name: str) -> float:
         """What a moment or scalar is before the first step: 0, unless a subclass has another start."""
         return 0.0
@@ -109,7 +113,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or none at all if `found_inf` is set.
 
         A `closure` computes the gradients first, as with torch's optimizers; its result is returned.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from halfstep.backends.context import RunContext
 from halfstep.engine.recompute import CHEAP
 from halfstep.errors import HalfstepError, SettingError
+from halfstep.hardware.tables import html_table
 from halfstep.hardware.units import gib_text
 from halfstep.jobs.job import Job
 from halfstep.planning.batches import look_at_data
@@ -77,6 +78,21 @@ class Plan:
     bandwidth: float | None = None  # bus bandwidth between the GPUs, in bytes per second
     budget: Budget | None = None  # what GPU-hours are for
     rates: Mapping[str, Rate] = field(default_factory=dict)  # measured ones, by precision
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (
+                entry.precision,
+                gib_text(entry.peak_bytes),
+                gib_text(entry.state_bytes),
+                {True: "fits", False: "too large", None: "-"}[entry.fits],
+                "-" if entry.min_gpus is None else str(entry.min_gpus),
+            )
+            for entry in self.entries
+        ]
+        title = f"{self.job}, batch {self.batch}: predicted GiB of one training step"
+        headings = ("precision", "peak", "model state", "one GPU", "min GPUs")
+        return html_table(headings, cells, below=[title, *self.notes])
 
 
 def plan(
@@ -180,7 +196,9 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, fleet: F
     micro = -(-batch // estimator.options.accumulate)
     estimate = estimator.at(micro)
     traced = estimator.trace(micro)
-    layout = layout_of(estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate)
+    layout = layout_of(
+        estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate, traced.compressed
+    )
     state = sum(estimate.peak.breakdown.get(category, 0) for category in STATE_CATEGORIES)
     state += layout.grad_bytes
     if capacity is None:

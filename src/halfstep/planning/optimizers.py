@@ -65,7 +65,7 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
             if not by_kernels:
                 states.append(StoredState("states", 4))  # the step count; the kernels have them in one table
             states += [StoredState("states", 4) for _ in optimizer.scalars]
-            for _ in optimizer.moments_of(group):
+            for _ in optimizer.planned_moments(group):
                 states += _moment(layout, param)
     if by_kernels:
         params = [p for group in optimizer.param_groups for p in _trainable(group)]

@@ -5,8 +5,8 @@ sharded strategies give each of N GPUs a shard, at the price of buffers for what
 
     ddp      nothing is sharded; gradients are sent in buckets of the reduce dtype, which replace them. (A model that you
              wrap in DistributedDataParallel has a second copy of all gradients, unless gradient_as_bucket_view=True.)
-    zero1    states and master / N; one bucket of gradients
-    zero2    gradients / N as well; one bucket
+    zero1    states and fp32 masters / N, which DeepSpeed has of fp32 weights too; one bucket of gradients
+    zero2    gradients / N as well, summed in fp32 (`ranks/zero.py`); one bucket
     zero3    weights / N as well; gathered for one unit of the model at a time, and for the next one ahead
     fsdp     FSDP2: as zero3, with the units that the job's `shard` names; weights are gathered as they are stored
     hsdp     fsdp within groups of GPUs, a copy in each group
@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 
 from halfstep.backends.buckets import BucketBytes
 from halfstep.errors import SettingError, unknown
+from halfstep.optim.onebit.allreduce import server_bytes
 from halfstep.planning.ranks.communication import Model
 from halfstep.planning.ranks.parts import Units
 from halfstep.planning.ranks.shards import Counted, fsdp_bytes, whole_bytes
+from halfstep.planning.ranks.zero import zero_bytes
 from halfstep.planning.replay import Peak
 from halfstep.precision.formats import FORMATS
 from halfstep.precision.policy import Policy
@@ -111,6 +113,8 @@ class Layout:
     accumulate: int = 1
     buckets: tuple[BucketBytes, ...] = ()  # of ddp
     native: bool = False  # whether 16-bit gradients are reduced in their own format
+    compressed: tuple[int, ...] = ()  # elements of tensors that the optimizer sends compressed
+    weights: str = "fp32"  # the format they are stored in
 
     @property
     def num_params(self) -> int:
@@ -127,7 +131,7 @@ class Layout:
         """What the ranks exchange: the weights as they are stored, and the gradients in the reduce dtype."""
         weights = tuple(item for item in self.parts if item[0].category == "weights")
         messages = sum(bucket.message for bucket in self.buckets)
-        return Model(weights, self._gradients_in(self.reduce_bytes), messages, self.summed)
+        return Model(weights, self._gradients_in(self.reduce_bytes), messages, self.summed, self.compressed)
 
     @property
     def summed(self) -> Counted:
@@ -140,13 +144,19 @@ class Layout:
 
 
 def layout_of(
-    policy: Policy, parts: Counted, units: Units, buckets: tuple[BucketBytes, ...], accumulate: int
+    policy: Policy,
+    parts: Counted,
+    units: Units,
+    buckets: tuple[BucketBytes, ...],
+    accumulate: int,
+    compressed: tuple[int, ...] = (),
 ) -> Layout:
     """The layout of a model under a policy."""
     params = _bytes(policy.params)
     compute = _bytes(policy.compute) if policy.params == "fp32" else params
     native = policy.params == policy.reduce
-    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate, buckets, native)
+    sent = (buckets, native, compressed, policy.params)
+    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate, *sent)
 
 
 def rejection(strategy: str, policy: Policy, *, elementwise: bool = True) -> str:
@@ -154,10 +164,14 @@ def rejection(strategy: str, policy: Policy, *, elementwise: bool = True) -> str
     sharded = STRATEGIES[strategy].sharded
     if sharded and not elementwise:
         return "its optimizer needs whole matrices, so it cannot step shards; use ddp"
-    if strategy.startswith("zero") and policy.is_lean and (policy.master, policy.states) != ("fp32", "fp32"):
+    if _is_zero(strategy) and policy.is_lean and (policy.master, policy.states) != ("fp32", "fp32"):
         name = str(replace(policy, master="fp32", states="fp32"))
         return f"DeepSpeed stores fp32 masters and moments of 16-bit weights; plan {name} for ZeRO, or use fsdp"
     return ""
+
+
+def _is_zero(strategy: str) -> bool:
+    return strategy.startswith("zero")
 
 
 def valid_counts(strategy: str, most: int, group: int) -> list[int] | range:
@@ -178,14 +192,24 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
     if num_gpus == 1:
         return dict(peak.breakdown)
     shards = min(group, num_gpus) if strategy == "hsdp" else num_gpus
-    sharded = STRATEGIES[strategy].sharded
     whole = whole_bytes(layout.parts)
     if strategy in _FSDP:
         local = fsdp_bytes(layout.parts, shards)
+    elif _is_zero(strategy):
+        local = zero_bytes(layout.parts, int(strategy.removeprefix("zero")), shards, weights=layout.weights)
     else:
-        local = {name: -(-size // shards) if name in sharded else size for name, size in whole.items()}
+        local = whole
+    if strategy == "ddp" and layout.compressed:
+        errors = {"states": server_bytes(layout.compressed, num_gpus)}
+        peak = replace(
+            peak, breakdown=_added(peak.breakdown, errors), others=tuple(_added(o, errors) for o in peak.others)
+        )
     candidates = [_at(sizes, layout, strategy, shards, whole, local) for sizes in (peak.breakdown, *peak.others)]
     return max(candidates, key=lambda sizes: sum(sizes.values()))
+
+
+def _added(sizes: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return sizes | {name: sizes.get(name, 0) + size for name, size in more.items()}
 
 
 def _at(
@@ -195,9 +219,10 @@ def _at(
     sharded = STRATEGIES[strategy].sharded
     at_peak = dict(breakdown)
     for name in sharded - {"gradients"}:
-        if name in at_peak:  # what no part describes, such as step counts, every rank has
-            at_peak[name] += local.get(name, 0) - whole.get(name, 0)
-    if "gradients" in at_peak and "gradients" in sharded:
+        if name in at_peak or (name == "master" and _is_zero(strategy)):
+            # What no part describes, such as step counts, every rank has.
+            at_peak[name] = at_peak.get(name, 0) + local.get(name, 0) - whole.get(name, 0)
+    if "gradients" in at_peak and ("gradients" in sharded or _is_zero(strategy)):
         at_peak["gradients"] = _gradients(at_peak["gradients"], layout, strategy, whole, local)
     if strategy == "zero3":
         at_peak.pop("cast cache", None)  # weights are gathered in the compute dtype, so autocast makes no copies

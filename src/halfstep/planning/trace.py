@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from halfstep.engine.region import compute_region, recomputing
 from halfstep.engine.setup import PreparedRun, as_list, prepare_run
 from halfstep.engine.steps import StepPath
 from halfstep.jobs.job import Job
+from halfstep.optim.exchange import exchanging_of
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Event, Ledger
@@ -72,6 +73,7 @@ class Traced:
     buckets: tuple[BucketBytes, ...]  # that the ranks of ddp would send
     elementwise: bool  # whether the optimizers update each element by itself, so that they can step shards
     build_bytes: int  # peak of setting up the Engine, before any step
+    compressed: tuple[int, ...] = ()  # elements of each tensor that the optimizer sends compressed between ranks
     notes: tuple[str, ...] = field(default=())
 
 
@@ -127,7 +129,9 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
     parts = model_parts(model, job.shard, policy, options.accumulate)
     units = find_units(model, job.shard, policy)
     elementwise = all(getattr(path.optimizer, "elementwise", True) for path in run.paths)
-    return _traced(model, inputs, states, events, tuple(notes), parts, buckets, units, elementwise=elementwise)
+    traced = _traced(model, inputs, states, events, tuple(notes), parts, buckets, units, elementwise=elementwise)
+    exchanging = exchanging_of(run.optimizers)
+    return traced if exchanging is None else replace(traced, compressed=exchanging.compressed_sizes())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

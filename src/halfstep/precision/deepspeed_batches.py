@@ -24,6 +24,10 @@ class Batches:
 
     size: int
     accumulate: int
+    is_decided: bool = True  # whether the file or the program decides the size
+
+    def __str__(self) -> str:
+        return f"{self.size} samples per rank and micro-batch, {self.accumulate} micro-batches per step"
 
 
 def read_batches(
@@ -40,9 +44,11 @@ def read_batches(
         if is_auto(config.get("gradient_accumulation_steps")):
             raise auto_value("gradient_accumulation_steps", "accumulate")
         count = 1 if total is None or size is None else _quotient(total, size, world_size)
-    if size is None:
-        size = 1 if total is None or world_size is None else _share(total, count * world_size)
-    return Batches(size, count)
+    if size is not None:
+        return Batches(size, count)
+    if total is None or world_size is None:
+        return Batches(1, count, is_decided=False)
+    return Batches(_share(total, count * world_size), count)
 
 
 def _quotient(total: int, size: int, world_size: int | None) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from halfstep.errors import SettingError
-from halfstep.precision.deepspeed_batches import read_batches
+from halfstep.precision.deepspeed_batches import Batches, read_batches
 from halfstep.precision.deepspeed_faults import Fault, faults
 from halfstep.precision.deepspeed_keys import (
     NOT_READ,
@@ -39,6 +39,7 @@ from halfstep.precision.deepspeed_optimizers import (
     ONE_BIT_REMOVED,
     one_bit_removed,
     one_bit_with_zero,
+    untested_advice,
     zero_support,
     zero_support_of_class,
 )
@@ -83,9 +84,8 @@ _REASONS: dict[str, str] = {
 # Those that differ where Halfstep drives.
 _DRIVEN_REASONS: dict[str, str] = {
     "fp16.loss_scale": "Halfstep scales the loss, by the policy's rule",
+    "fp16.initial_scale_power": "Halfstep scales the loss: the policy has the first scale, at most 2^24",
     "torch_autocast.enabled": "Halfstep's own forward region casts",
-    "gradient_clipping": "Halfstep clips, in every precision",
-    "gradient_accumulation_steps": "Halfstep counts micro-batches",
     "data_types.grad_accum_dtype": "Halfstep sums in fp32",
 }
 
@@ -127,6 +127,7 @@ class Merged:
     stage: int
     max_norm: float | None
     accumulate: int
+    batch_size: int | None  # per rank; None: neither the file nor the program decides it
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
     faults: tuple[Fault, ...] = field(default=(), repr=False)  # of this release with this configuration
@@ -146,6 +147,7 @@ class _Merge:
         self.version = version
         self.decisions: list[Decision] = []
         self.notes: list[str] = []
+        self.driven = _DRIVEN_REASONS
 
     def run(self) -> Merged:
         for name in (*_MODES, "bfloat16", "data_types"):
@@ -160,8 +162,7 @@ class _Merge:
         batches = read_batches(
             self.config, accumulate=choices.accumulate, batch_size=choices.batch_size, world_size=choices.world_size
         )
-        if "train_batch_size" in self.config:
-            self.decide("train_batch_size", self.config.pop("train_batch_size"), None)
+        self.total_batch(batches)
         max_norm, policy = self.settings(batches.accumulate)
         ours = policy.to_deepspeed(
             stage=stage,
@@ -172,6 +173,12 @@ class _Merge:
             driver=choices.driver,
         )
         del ours["zero_optimization"]
+        clips = f"clips at {max_norm:g}" if max_norm else "clips nothing here"
+        self.driven = {
+            **_DRIVEN_REASONS,
+            "gradient_clipping": f"Halfstep {clips}",
+            "gradient_accumulation_steps": f"Halfstep counts micro-batches, {batches.accumulate} per step",
+        }
         self.overlay_modes(ours)
         self.overlay(ours)
         for path, value in _leaves(self.config):
@@ -183,14 +190,25 @@ class _Merge:
             stage=stage,
             max_norm=max_norm,
             accumulate=batches.accumulate,
+            batch_size=batches.size if batches.is_decided else None,
             decisions=tuple(self.decisions),
             notes=tuple(self.notes),
             faults=tuple(faults(self.version, self.config)),
         )
 
     def decide(self, key: str, theirs: object, ours: object, reason: str | None = None) -> None:
-        driven = _DRIVEN_REASONS.get(key) if self.choices.driver == "halfstep" else None
+        driven = self.driven.get(key) if self.choices.driver == "halfstep" else None
         self.decisions.append(Decision(key, theirs, ours, reason or driven or _REASONS.get(key, _PRECISION)))
+
+    def total_batch(self, batches: Batches) -> None:
+        total, ranks = self.config.pop("train_batch_size", None), self.choices.world_size
+        if total is None:
+            return
+        product = None if ranks is None else batches.size * batches.accumulate * ranks
+        if is_auto(total) or product in {None, total}:
+            self.decide("train_batch_size", total, None)
+            return
+        self.decide("train_batch_size", total, product, f"it is {batches} and {ranks} ranks")
 
     def drop_without_effect(self) -> None:
         for key in list(self.config):
@@ -217,12 +235,8 @@ class _Merge:
             raise rejected("zero_optimization", zero, 'it must be a block, such as {"stage": 2}')
         for key in [key for key, value in zero.items() if is_auto(value) and key in _TUNING]:
             del zero[key]
-            self.decide(
-                f"zero_optimization.{key}",
-                "auto",
-                None,
-                "DeepSpeed's default applies; only Hugging Face computes another",
-            )
+            reason = "DeepSpeed's default applies; only Hugging Face computes another"
+            self.decide(f"zero_optimization.{key}", "auto", None, reason)
         if is_auto(zero.get("stage")):
             raise auto_value("zero_optimization.stage")
         stage = Block("zero_optimization", zero).whole("stage") or 0
@@ -285,13 +299,7 @@ class _Merge:
         support = zero_support_of_class(kind) if self.choices.optimizer else zero_support(kind)
         if support in {"tested", "one bit"}:
             return
-        watch = (
-            f"{kind} needs whole layers, and ZeRO passes it flat shards, so its updates depend on the number of ranks; use "
-            "AdamW or stage 0"
-            if support == "by layer"
-            else "compare a short run with stage 0: ZeRO passes the optimizer flat shards, which is safe only if it treats "
-            "every element alone"
-        )
+        watch = untested_advice(kind, support)
         allowed = self.config.get("zero_allow_untested_optimizer")
         if allowed is not True and self.choices.driver == "halfstep" and support == "elementwise":
             self.config["zero_allow_untested_optimizer"] = True
@@ -351,9 +359,7 @@ class _Merge:
             if key in {"enabled", "dtype"}:
                 continue
             if key == "immediate_grad_update" or (key == "lower_precision_safe_modules" and key not in ours):
-                ours[key] = theirs[
-                    key
-                ]  # changes when gradients are accumulated, or which modules use the policy's format
+                ours[key] = theirs[key]  # when gradients are accumulated, or which modules use the policy's format
                 continue
             old = theirs.get(key, _DEFAULTS.get(path))
             if old is not None and old != ours.get(key, _DEFAULTS.get(path)):

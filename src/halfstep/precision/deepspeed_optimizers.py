@@ -19,6 +19,7 @@ __all__ = [
     "ZeroSupport",
     "one_bit_removed",
     "one_bit_with_zero",
+    "untested_advice",
     "zero_support",
     "zero_support_of_class",
 ]
@@ -70,6 +71,19 @@ def one_bit_removed(kind: str) -> str:
 def one_bit_with_zero(stage: int) -> str:
     """Why a 1-bit optimizer does not run with ZeRO."""
     return f"1-bit optimizers need unsharded momenta, and ZeRO stage {stage} shards them; use stage 0"
+
+
+def untested_advice(kind: str, support: ZeroSupport) -> str:
+    """What to watch with an optimizer that ZeRO has not tested."""
+    if support == "by layer":
+        return (
+            f"{kind} needs whole layers, and ZeRO passes it flat shards, so its updates depend on the number of ranks; use "
+            "AdamW or stage 0"
+        )
+    return (
+        "compare a short run with stage 0: ZeRO passes the optimizer flat shards, which is safe only if it treats every "
+        "element alone"
+    )
 
 
 def zero_support(kind: str) -> ZeroSupport:

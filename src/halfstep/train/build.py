@@ -14,7 +14,6 @@ from torch import nn
 from halfstep.backends.base import Backend
 from halfstep.backends.consistency import compare_ranks, describe_model
 from halfstep.backends.context import RunContext
-from halfstep.backends.deepspeed import deepspeed_backend
 from halfstep.backends.fsdp import FSDP
 from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.rng import seed_everything
@@ -24,7 +23,9 @@ from halfstep.jobs.data.loader import mix
 from halfstep.jobs.job import Job
 from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.optimizer import replace_optimizer
 from halfstep.train.sharded import build_on_rank_0, shard_model
+from halfstep.train.zero_file import ZeroFile
 
 __all__ = ["batch_per_rank", "build_engine", "resolve_backend", "run_context", "seed_rank"]
 
@@ -76,18 +77,22 @@ def build_engine(
     shards = backend == FSDP.name
     model = build_on_rank_0(job, run, ranks) if shards else job.call("model", run).to(run.device)
     compare_ranks(describe_model(model) | {"policy": str(policy)}, ranks)
-    if backend == "deepspeed":
-        backend = deepspeed_backend(config.ds_config)
     if shards:
         backend = shard_model(model, job, run, policy)
-    optimizer = job.call("optimizer", run, model=model)
+    zero = ZeroFile(config, job)
+    optimizer = zero.optimizer(run, model)
+    if config.optimizer is not None:
+        optimizer = replace_optimizer(config.optimizer, optimizer)
+    scheduler = zero.scheduler(run, model, optimizer)
+    if backend == "deepspeed":
+        backend = zero.backend(run, policy, optimizer)
     engine = Engine(
         model,
         optimizer,
         precision,
         max_norm=config.max_norm,
         accumulate=config.accumulate,
-        scheduler=job.call("scheduler", run, optimizer=optimizer, model=model),
+        scheduler=scheduler,
         ema=config.ema,
         compile=config.compile,
         deterministic=config.deterministic,

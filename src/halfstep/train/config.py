@@ -13,13 +13,14 @@ from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
 from halfstep.engine.recompute import check_recompute, parse_recompute
 from halfstep.errors import SettingError, unknown
 from halfstep.events import log_info
+from halfstep.train.optimizer import check_optimizer
 
 __all__ = ["BACKENDS", "DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings", "total_steps"]
 
 BACKENDS = ("auto", "single", "ddp", "fsdp", "deepspeed")
 DEFAULT_BATCH = 64  # examples in a micro-batch of a job that has no default of its own
 # Settings that determine the trajectory: a resumed run must have the same values.
-FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
+FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class TrainConfig:
     accumulate: int = 1
     max_norm: float | None = 1.0
     ema: float | None = None
+    optimizer: str | None = None  # onebit-adam, zero-one-adam or onebit-lamb, with settings; None: the job's own
     compile: bool | str = False  # a string is "blocks" or a torch.compile mode
     deterministic: bool = False
     gradient_release: bool = False
@@ -70,6 +72,8 @@ class TrainConfig:
             raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")
         if self.watch_activations and self.watch is None:
             raise SettingError("watch_activations=True has no effect with watch=None; set watch, or leave it out.")
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
         check_compile(self.compile)
         check_recompute(self.recompute)
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from halfstep.backends.base import Backend
 from halfstep.backends.context import RunContext
+from halfstep.backends.deepspeed import DeepSpeed
 from halfstep.backends.group import open_group, pick_rank_device
 from halfstep.backends.launch import Launch
 from halfstep.backends.ranks import ranks_of
@@ -57,11 +59,12 @@ def restarted(out: Path, launch: Launch) -> bool:
     return same or launch.restarts > 0
 
 
-def describe_ranks(context: RunContext, backend: str) -> dict[str, Any]:
-    """The ranks of a run, for its run file; logged where there are several."""
+def describe_ranks(context: RunContext, backend: Backend) -> dict[str, Any]:
+    """The ranks of a run and the configuration of DeepSpeed, for its run file; logged where there are several."""
     if context.world_size > 1:
         log_info(
-            f"{context.world_size} ranks ({backend}), micro-batch {context.batch_size * context.world_size}: {context.batch_size} "
+            f"{context.world_size} ranks ({backend.name}), micro-batch {context.batch_size * context.world_size}: {context.batch_size} "
             "on each."
         )
-    return {"backend": backend, "world_size": context.world_size, "batch_per_rank": context.batch_size}
+    values = {"backend": backend.name, "world_size": context.world_size, "batch_per_rank": context.batch_size}
+    return values | ({"deepspeed": backend.configuration} if isinstance(backend, DeepSpeed) else {})

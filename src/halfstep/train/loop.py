@@ -169,7 +169,7 @@ class _Run:
             truth=self.engine.truth().as_dict(),
             environment=environment(),
             config=dataclasses.asdict(self.config),
-            ranks=describe_ranks(self.context, self.engine.backend.name),
+            ranks=describe_ranks(self.context, self.engine.backend),
             **header,
         )
 

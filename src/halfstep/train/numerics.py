@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep.checkpoint.runlog import RunLog
-from halfstep.events import log_info
 from halfstep.precision.formats import Format, get_format
 from halfstep.precision.policy import Policy
 from halfstep.train.config import TrainConfig
@@ -23,9 +22,6 @@ _WORTH_REPORTING = 0.01  # share of a gradient that is lost to underflow
 def watch_of(config: TrainConfig, outlet: Callable[[Event], None]) -> Watch | None:
     """The Watch that the settings of a run ask for."""
     if config.watch is None:
-        return None
-    if config.backend == "deepspeed":
-        log_info("watch is off with backend=deepspeed: its statistics are not combined over ZeRO's fragments yet.")
         return None
     return Watch(every=config.watch, activations=config.watch_activations, outlet=outlet)
 

@@ -54,7 +54,11 @@ class LoopHooks:
     """Calls a stream around the steps of one optimizer, until `close()`."""
 
     def __init__(
-        self, stream: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, replays: LoopReplays | None
+        self,
+        stream: Any,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        replays: LoopReplays | None,
     ) -> None:
         self._stream, self._step, self._replays = stream, 0, replays
         # Weak: the hooks are stored in the optimizer and the scaler.
@@ -168,7 +172,7 @@ class LoopHooks:
         for step, (flag, scale) in self._readback.deliver(wait=wait):
             nonfinite: dict[str, int] = {}
             if flag and next(iter(self._params.values())).device.type == "cpu":
-                nonfinite = num_nonfinite(self._params)
+                nonfinite = num_nonfinite(gradients_of(self._params))
             self._stream.outcome(step, skipped=flag != 0, scale=scale, nonfinite=nonfinite)
             if self._replays is not None:
                 with self._stream.paused():

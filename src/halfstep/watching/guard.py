@@ -89,8 +89,9 @@ class Guard:
     def close(self) -> None:
         """Give the optimizer its own step back."""
         self._closed = True
-        if self.observer is not None:
-            self.observer.observe_steps()
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer.observe_steps()
         optimizer = self._optimizer()
         # A scheduler built later has wrapped the gated step, which then stays and lets everything pass.
         if optimizer is None or vars(optimizer).get("step") is not self._gate:

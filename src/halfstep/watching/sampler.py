@@ -6,7 +6,8 @@ Around a sampled step:
     after    compare those values with the new ones; send everything to the host as one vector, behind an event
     later    `deliver` unpacks the vectors that have arrived
 
-Of sharded parameters each rank counts its part, and `after` combines them (`watching.shards`).
+Of sharded parameters each rank counts its part, and `after` combines them (`watching.shards`). Where a rank steps parts that are
+not in the parameters (ZeRO), `parts` has them: they are what is counted and compared instead of the weights.
 
 With gradient release the gradients are gone when the step is closed, and the weights updated: `arm`, before the forward, notes the
 values, and a hook on each parameter counts its gradient as it arrives.
@@ -69,11 +70,13 @@ class Sampler:
         gradients: bool,
         weights: bool,
         shards: ShardStatistics | None = None,
+        parts: Mapping[str, Tensor] | None = None,
     ) -> None:
         """`shards` combines the statistics of sharded parameters over ranks."""
         self.params, self._gradients, self._weights = dict(params), gradients, weights
-        self.shards = shards
-        self._probe = UpdateProbe(self.params, state_of)
+        self.shards, self._has_parts = shards, parts is not None
+        self._values = self.params if parts is None else dict(parts)
+        self._probe = UpdateProbe(self._values, state_of, None if shards is None else shards.numels)
         self._tables: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of gradients, of weights
         self._readback, self._open = Readback(), None
         self._released: dict[str, tuple[Tensor, Tensor]] = {}
@@ -136,11 +139,13 @@ class Sampler:
             parts += [table] if table is not None else []
             self.disarm()
         else:
-            self._spreads = gradients
+            # A backend with parts may clear its gradients in its step.
+            copies = {name: spread(grad).clone() for name, grad in gradients.items()} if self._has_parts else {}
+            self._spreads = copies or gradients
             if self._gradients and gradients:
                 rows = self._rows(tuple(gradients), [dense_values(g) for g in gradients.values()])
                 rows = self._of_whole(rows)
-                parts += [count_exponents(list(gradients.values()), divisor, self._tables[0]).table]
+                parts += [count_exponents(list(gradients.values()), divisor, self._tables[0]).table.to(device)]
             weights, table = self._count_weights()
             parts += [table] if table is not None else []
             self._probe.start()
@@ -159,6 +164,7 @@ class Sampler:
         sums: Tensor | None = None
         if len(self._probe):
             sums, sample.since = self._probe.finish(sample.step, self._spreads)
+            sums = sums.to(device)
             sample.probe = (self._probe.names, self._probe.dtypes, self._probe.masters)
         if self.shards is not None:
             sums = self._combine(sample, sums)
@@ -194,11 +200,12 @@ class Sampler:
     # --- packing ----------------------------------------------------------------------------------------------------
 
     def _count_weights(self) -> tuple[Header, Tensor | None]:
-        params = {n: local(p) for n, p in self.params.items() if p.is_floating_point() or p.is_complex()}
+        params = {n: local(p) for n, p in self._values.items() if p.is_floating_point() or p.is_complex()}
         if not self._weights or not params:
             return Header(), None
         rows = self._of_whole(self._rows(tuple(params), [dense_values(p.detach()) for p in params.values()]))
-        return rows, count_exponents(list(params.values()), None, self._tables[1]).table
+        table = count_exponents(list(params.values()), None, self._tables[1]).table
+        return rows, table.to(next(iter(self.params.values())).device)  # parts may be on the CPU
 
     def _combine(self, sample: _Open, sums: Tensor | None) -> Tensor | None:
         """Replace the tables of a sample by those of all ranks, and return the sums of all ranks."""
@@ -211,7 +218,7 @@ class Sampler:
 
     def _of_whole(self, rows: Header) -> Header:
         """The rows of whole tensors, of which this rank may store a part."""
-        return rows if self.shards is None else replace(rows, numels=tuple(self.params[n].numel() for n in rows.names))
+        return rows if self.shards is None else replace(rows, numels=tuple(self.shards.numels[n] for n in rows.names))
 
     @staticmethod
     def _rows(names: tuple[str, ...], tensors: list[Tensor]) -> Header:
@@ -253,15 +260,14 @@ class Sampler:
 
 
 @torch.no_grad()
-def num_nonfinite(params: Mapping[str, Tensor]) -> dict[str, int]:
-    """The parameters whose gradients are not finite now, and how many elements of each; reads them."""
+def num_nonfinite(gradients: Mapping[str, Tensor]) -> dict[str, int]:
+    """The gradients that are not finite now, and how many elements of each; reads them."""
     counts = {}
-    for name, param in params.items():
-        if param.grad is not None:
-            values = dense_values(local(param.grad))
-            count = values.numel() - int(values.isfinite().sum())
-            if count:
-                counts[name] = count
+    for name, grad in gradients.items():
+        values = dense_values(local(grad))
+        count = values.numel() - int(values.isfinite().sum())
+        if count:
+            counts[name] = count
     return counts
 
 

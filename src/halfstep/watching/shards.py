@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp.norms import counts_here
+from halfstep.backends.parts import Parts
 from halfstep.kernels.exponents import LARGEST, NUM_COLUMNS, SMALLEST
 
 __all__ = ["ShardStatistics"]
@@ -23,10 +24,12 @@ __all__ = ["ShardStatistics"]
 class ShardStatistics:
     """Combines what the ranks counted; every rank must sample the same steps."""
 
-    def __init__(self, params: Mapping[str, Tensor], context: RunContext) -> None:
+    def __init__(self, params: Mapping[str, Tensor], context: RunContext, parts: Parts | None = None) -> None:
+        """`parts` is what the rank steps, where it is not a shard of the parameters themselves."""
         self._group, self._num_ranks = context.process_group, context.world_size
         self._names = tuple(params)
-        self._counted = {name for name, param in params.items() if counts_here(param, context.rank)}
+        self.numels = {name: param.numel() for name, param in params.items()} if parts is None else parts.numels
+        self._counted = {name for name, p in params.items() if parts is not None or counts_here(p, context.rank)}
 
     def combine(
         self, tables: Sequence[tuple[Sequence[str], Tensor]], sums: tuple[Sequence[str], Tensor] | None

@@ -127,12 +127,16 @@ class _Group:
 class UpdateProbe:
     """Compares the values that an optimizer works on before and after its step.
 
-    `state_of` returns the state of a parameter. `start` and `finish` surround an update; `finish` returns one row of sums per name
-    of `names`, on the device.
+    `state_of` returns the state of a parameter. `numels` are the sizes of whole tensors where `params` are parts of them; what has
+    no elements is left out. `start` and `finish` surround an update; `finish` returns one row of sums per name of `names`, on
+    the device.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], state_of: StateOf) -> None:
-        self._params = {n: p for n, p in params.items() if p.is_floating_point() and p.numel()}
+    def __init__(
+        self, params: Mapping[str, Tensor], state_of: StateOf, numels: Mapping[str, int] | None = None
+    ) -> None:
+        sizes = {name: param.numel() for name, param in params.items()} if numels is None else numels
+        self._params = {n: p for n, p in params.items() if p.is_floating_point() and sizes[n]}
         self._state_of = state_of
         self._old: list[Tensor] = []
         self._earlier: list[Tensor] | None = None

@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfstep.backends.parts import Parts
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.engine.steps import Decision
+from halfstep.engine.steps import Decision, gradients_of
 from halfstep.errors import SettingError
 from halfstep.events import log_info, log_once, log_warning
 from halfstep.scaling.readback import Readback
@@ -143,11 +144,12 @@ class Watch:
         if self._autopsies is not None:
             self._autopsies.attach(weakref.proxy(engine))
         root = engine._run.module  # noqa: SLF001 - of several modules; it has no other name
-        context, shards = engine.backend.context(), None
+        context, shards, parts = engine.backend.context(), None, engine.backend.parts()
+        params = engine.params if parts is None else {name: engine.params[name] for name in parts.values}
         if context.world_size > 1:
             self._rank = context.rank
-            shards = ShardStatistics(engine.params, context) if engine.backend.shards else None
-        stream = self._add_stream(engine.params, _state_of(*engine.optimizers), root, shards)
+            shards = ShardStatistics(params, context, parts) if engine.backend.shards else None
+        stream = self._add_stream(params, _state_of(*engine.optimizers), root, shards, parts)
         stream.has_outcomes, stream.released = True, engine._release is not None  # noqa: SLF001
         stream.arm()
 
@@ -157,8 +159,10 @@ class Watch:
         state_of: Callable[[Tensor], Mapping[str, Any]],
         model: nn.Module | None,
         shards: ShardStatistics | None = None,
+        parts: Parts | None = None,
     ) -> Stream:
-        sampler = Sampler(params, state_of, gradients=self.gradients, weights=self.weights, shards=shards)
+        values = None if parts is None else parts.values
+        sampler = Sampler(params, state_of, gradients=self.gradients, weights=self.weights, shards=shards, parts=values)
         hooks = Activations(model) if self.activations and model is not None else None
         stream = Stream(sampler, hooks, self.every, self._finish, self._send)
         self._streams.append(stream)
@@ -196,7 +200,9 @@ class Watch:
             names, sums = arrived[-1]
             nonfinite = {name: None for name, usable in zip(names, sums.isfinite().tolist(), strict=True) if not usable}
         elif result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
-            counts, shards = num_nonfinite(stream.sampler.params), stream.sampler.shards
+            engine, shards = None if self._engine is None else self._engine(), stream.sampler.shards
+            own = None if engine is None else engine.backend.gradients()
+            counts = num_nonfinite(gradients_of(stream.sampler.params) if own is None else own)
             nonfinite = dict(counts if shards is None else shards.add_up(counts))
         stream.outcome(
             result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite, ranks=self._overflowed(result)

@@ -1,7 +1,10 @@
 """The volume of communication compared with published numbers; those of real ranks are in test_engine and test_shards."""
 
+from dataclasses import replace
+
 import pytest
 
+from halfstep.optim.onebit.allreduce import compressed_bytes
 from halfstep.planning.ranks.communication import Model, Traffic, traffic
 from halfstep.planning.ranks.shards import Part, count_parts
 
@@ -61,3 +64,11 @@ def test_few_rows_are_padded_on_many_gpus():
 def test_time_is_bytes_over_bus_bandwidth():
     """As nccl-tests defines it."""
     assert Traffic(3, 2, 5).seconds(20.0) == 0.5
+
+
+def test_a_compressed_step_sends_one_bit_per_element():
+    """Next to the dense steps of ddp: signs and scales of the tensors that the optimizer compresses; shards send none."""
+    compressed = traffic(replace(MODEL, compressed=(1000, 24)), "ddp", 4)
+    assert compressed.compressed == compressed_bytes((1000, 24), 4) == 2 * 3 * (32 + 1 + 2 * 4)
+    assert compressed.total == traffic(MODEL, "ddp", 4).total
+    assert traffic(MODEL, "ddp", 4).compressed == 0

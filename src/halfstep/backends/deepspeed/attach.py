@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.backends.deepspeed.faults import engine_faults
+from halfstep.backends.deepspeed.known import engine_faults
 from halfstep.backends.deepspeed.partition import Partition, partition_of
 from halfstep.backends.deepspeed.rows import bare_rows
 from halfstep.backends.deepspeed.selftest import GradientSums, Reached, compare
+from halfstep.precision.deepspeed_faults import Fault
 
 __all__ = ["EngineReport", "GradientComparison", "compare_gradients", "describe_engine"]
 
@@ -31,12 +32,14 @@ class EngineReport:
     """What a DeepSpeed engine stores and computes in, and its known faults."""
 
     rows: Mapping[str, str]
-    faults: tuple[str, ...]
+    faults: tuple[Fault, ...]  # of this release with this configuration, some only after an overflow or a resume
 
     def __str__(self) -> str:
         width = max(map(len, self.rows))
         lines = [f"  {name:{width}}  {value}" for name, value in self.rows.items()]
-        return "\n".join([*lines, *(f"  {'fault':{width}}  {fault}" for fault in self.faults)])
+        return "\n".join(
+            [*lines, *(f"  {fault.id:{width}}  {fault.when}: {fault.consequence}" for fault in self.faults)]
+        )
 
 
 def describe_engine(engine: Any) -> EngineReport:

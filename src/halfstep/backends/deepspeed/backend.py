@@ -27,6 +27,7 @@ does not use has a gradient of 0, not none: its moments decay, and so does its w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend, unwrap
@@ -60,25 +62,49 @@ from halfstep.backends.deepspeed.optimizer import ZeroOptimizer
 from halfstep.backends.deepspeed.partition import Partition, partition_of
 from halfstep.backends.deepspeed.rows import engine_rows
 from halfstep.backends.deepspeed.selftest import FirstStep
-from halfstep.backends.deepspeed.settings import engine_config, read_config, stage_of
+from halfstep.backends.deepspeed.settings import check_zero, engine_config, log_decisions, read_config, stage_of
+from halfstep.backends.parts import Parts
 from halfstep.backends.ranks import ProcessRanks, Ranks
+from halfstep.check.deepspeed import TESTED_VERSION
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.hardware.units import few
 from halfstep.kernels.gradstats import total_norm
+from halfstep.precision.deepspeed_merge import Merged
 from halfstep.precision.policy import Policy
 
 __all__ = ["DeepSpeed", "ZeroStage0", "deepspeed_backend"]
 
 
-def deepspeed_backend(config: Mapping[str, Any] | str | Path | None = None, *, stage: int | None = None) -> Backend:
-    """The backend of a ZeRO stage: of the configuration, the argument, or 2."""
-    if stage_of(read_config(config), stage) == 0:
-        return ZeroStage0()
-    return DeepSpeed(config, stage=stage)
+def deepspeed_backend(
+    config: Mapping[str, Any] | Merged | str | Path | None = None, *, stage: int | None = None
+) -> Backend:
+    """The backend of a ZeRO stage: of the configuration, the argument, or 2 without either.
+
+    `config` is a DeepSpeed configuration, as a dictionary or the path of its JSON file, or the result of `merge_deepspeed`.
+    """
+    source = config if isinstance(config, Merged) else read_config(config)
+    own = source.stage if isinstance(source, Merged) else stage_of(source, stage)
+    return ZeroStage0(source) if own == 0 else DeepSpeed(source, stage=stage)
 
 
 class ZeroStage0(DataParallel):
     """ZeRO stage 0 partitions nothing: Halfstep's own data parallelism, without DeepSpeed."""
+
+    def __init__(self, config: Mapping[str, Any] | Merged | None = None) -> None:
+        super().__init__()
+        self._source = config or {}
+        self._engine_settings: dict[str, Any] = {}
+
+    def compare(self, settings: Mapping[str, Any]) -> None:
+        """Remember the Engine's settings, to compare the configuration with them."""
+        super().compare(settings)
+        self._engine_settings = dict(settings)
+
+    def check(self, model: nn.Module, policy: Policy) -> None:
+        """As data parallelism; and reject keys that contradict the Engine."""
+        super().check(model, policy)
+        if self._source:
+            log_decisions(_merge(self._source, self._engine_settings, policy, 0), "DeepSpeed configuration")
 
     def truth_rows(self) -> Mapping[str, str]:
         """As data parallelism, and that DeepSpeed is not used."""
@@ -86,22 +112,25 @@ class ZeroStage0(DataParallel):
 
 
 class DeepSpeed(Backend):
-    """ZeRO stages 1 to 3. `config` is a DeepSpeed configuration, as a dictionary or the path of its JSON file.
+    """ZeRO stages 1 to 3. `config` is a DeepSpeed configuration, as a dictionary or the path of its JSON file, or merged already.
 
-    `stage` may be given instead of `zero_optimization.stage`; the default is 2.
+    `stage` may be given instead of `zero_optimization.stage`; without either it is 2.
     """
 
     name = "deepspeed"
     shards = True
     owns_optimizers = True
 
-    def __init__(self, config: Mapping[str, Any] | str | Path | None = None, *, stage: int | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | Merged | str | Path | None = None, *, stage: int | None = None
+    ) -> None:
         super().__init__()
-        self._config = read_config(config)
-        self.stage = stage_of(self._config, stage)
+        self._source = config if isinstance(config, Merged) else read_config(config)
+        self.stage = self._source.stage if isinstance(self._source, Merged) else stage_of(self._source, stage)
         if self.stage == 0:
             raise SettingError('ZeRO stage 0 partitions nothing; use deepspeed_backend(stage=0) or backend="ddp".')
         self.engine: Any = None  # DeepSpeed's, from `own` on
+        self._merged: Merged | None = None  # what it gets, from `prepare` on
         self._settings: dict[str, Any] = {}
         self._policy = Policy()
         self._fp32: list[Tensor] = []
@@ -112,6 +141,11 @@ class DeepSpeed(Backend):
         self._agreement: Agreement | None = None  # None with one rank
         self._ranks: ProcessRanks | None = None  # the same
         self._weight: Tensor | None = None  # of the window, once it is agreed
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What DeepSpeed got; empty before the Engine is built."""
+        return {} if self._merged is None else self._merged.config
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -139,21 +173,22 @@ class DeepSpeed(Backend):
         self._policy = policy
         check_options(self._settings, policy, self.stage)
         check_model(unwrap(model), policy, self._fp32)
-        self._engine_config()
-
-    def _engine_config(self) -> dict[str, Any]:
-        norm, accumulate = self._settings.get("max_norm"), self._settings.get("accumulate", 1)
-        return engine_config(self._config, self._policy, self.stage, max_norm=norm, accumulate=accumulate)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Compare the ranks, and give all of them the parameters and buffers of rank 0."""
-        check_optimizers(optimizers, self._config)
+        source = self._source
+        check_optimizers(optimizers, source.config if isinstance(source, Merged) else source)
+        (inner,) = optimizers
+        self._merged = _merge(source, self._settings, self._policy, self.stage, type(inner))
+        if source:
+            log_decisions(self._merged, "DeepSpeed configuration")
         module, group = super().prepare(model, optimizers), dist.group.WORLD
         rank, size = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", self._context.device.index or 0))
         self._context = RunContext(self._context.device, rank, size, local_rank, process_group=group)
         if size > 1:
             settings = {key: str(value) for key, value in self._settings.items()} | {"ZeRO stage": str(self.stage)}
+            settings["DeepSpeed configuration"] = json.dumps(self._merged.config, sort_keys=True, default=str)
             described = describe_model(module) | describe_optimizers(optimizers, module)
             versions = {"torch": torch.__version__, "deepspeed": require_version()}
             compare_ranks(versions | settings | described, ProcessRanks(device=self._context.device))
@@ -168,7 +203,8 @@ class DeepSpeed(Backend):
         groups = [{names[id(p)]: p for p in group["params"]} for group in inner.param_groups]
         members = {name: p for group in groups for name, p in group.items()}
         trained = {name: p for name, p in members.items() if p.requires_grad}
-        self.engine = start_engine(module, inner, self._engine_config())
+        assert self._merged is not None
+        self.engine = start_engine(module, inner, self._merged.config)
         partition = partition_of(self.engine, trained)
         if partition is None or self.engine.optimizer.optimizer is not inner:
             raise HalfstepError(
@@ -220,24 +256,27 @@ class DeepSpeed(Backend):
         self._live().close_window()
 
     def gradients(self) -> dict[str, Tensor] | None:
-        """The gradients of this rank's fragments; a 0 on a rank that has none, as of a model with few elements."""
+        """The gradients of this rank's fragments; empty ones of the parameters that other ranks step."""
         part = self._live()
         if not part.is_closed:
             return {}
-        return part.gradients() or {next(iter(part.params)): self._zero().reshape(1)}
+        own, nothing = part.gradients(), part.flats[0].new_empty(0)
+        return {name: own.get(name, nothing) for name in part.params}
+
+    def parts(self) -> Parts:
+        """The masters of this rank's fragments."""
+        return self._live().parts()
 
     def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:
         """The norm over all ranks, whose fragments are disjoint; the window's weight travels with it."""
-        own = total_norm(list(gradients.values()), self._context.device, tables)
+        tensors = list(gradients.values())  # on the CPU with offload_optimizer
+        own = total_norm(tensors, tensors[0].device, tables).to(self._context.device)
         if self._agreement is None:
             return own
         self._agreement.norm(own)
         self._weight = self._agreement.weight(weight, own.square())
         assert self._agreement.sums is not None
         return self._agreement.sums[0].sqrt()
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), device=self._context.device)
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The mean over ranks, as DeepSpeed averages gradients."""
@@ -254,7 +293,7 @@ class DeepSpeed(Backend):
         if not skip:
             gradients = list(self._live().gradients().values())
             if divisor != 1 and gradients:
-                torch._foreach_div_(gradients, decision.divisor)
+                torch._foreach_div_(gradients, decision.divisor.to(gradients[0].device))
             self._tested().begin(decision.divisor)
             with self._optimizer.own_step():
                 self.engine.optimizer.step()
@@ -327,3 +366,21 @@ class DeepSpeed(Backend):
     def _tested(self) -> FirstStep:
         assert self._test is not None
         return self._test
+
+
+def _merge(
+    source: Mapping[str, Any] | Merged, settings: Mapping[str, Any], policy: Policy, stage: int, optimizer: type = AdamW
+) -> Merged:
+    """The configuration for DeepSpeed, of the user's keys or as a caller has merged them."""
+    if isinstance(source, Merged):
+        return check_zero(source)
+    return engine_config(
+        source,
+        policy,
+        stage,
+        max_norm=settings.get("max_norm"),
+        accumulate=settings.get("accumulate", 1),
+        world_size=dist.get_world_size(),
+        optimizer=f"{optimizer.__module__}.{optimizer.__qualname__}",
+        version=require_version() if stage else TESTED_VERSION,
+    )

@@ -125,11 +125,6 @@ def check_options(settings: Mapping[str, Any], policy: Policy, stage: int) -> No
             f'compile={settings["compile"]!r} does not work with backend="deepspeed": hooks of ZeRO gather and reduce inside the model, and a compiled '
             'graph would break at each. Use backend="fsdp" with compile="blocks".'
         )
-    if str(settings.get("watch", "")).startswith("every="):  # of halfstep.Watch: other objects get the fragments
-        raise SettingError(
-            'watch=Watch() does not work with backend="deepspeed" yet: each rank has fragments of flattened gradients, whose statistics it '
-            'does not combine. Omit it, or use backend="fsdp".'
-        )
     if settings.get("ema") is not None and (policy.is_lean or stage == 3):
         where = "stage 3 partitions the weights" if stage == 3 else f"{policy} has its fp32 masters in partitions"
         raise SettingError(

@@ -68,6 +68,8 @@ def start_engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: Ma
     deepspeed: Any = importlib.import_module("deepspeed")
     device = next(module.parameters()).device
     _set_local_rank(device)
+    # torch 2.13 has new names for collectives that DeepSpeed calls in every step.
+    warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     with _quiet(), _without_compiled_op(device):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config))
     return engine

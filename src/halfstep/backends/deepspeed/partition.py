@@ -8,7 +8,8 @@ that knows how:
     stage 1 with bf16    BF16_Optimizer: the same flat tensors, and whole fp32 gradients on every rank
     stage 3              a flat tensor per sub-group; each parameter is divided into equal parts over the ranks
 
-`averaged_gradients` is what the optimizer will be given, so Halfstep reads and divides it there.
+`averaged_gradients` is what the optimizer will be given, so Halfstep reads and divides it there. With `offload_optimizer`
+the flat tensors and their states are on the CPU, and DeepSpeed copies the sums of a window into `flat.grad` when it closes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from halfstep.backends.parts import Parts
 
 __all__ = ["Fragment", "Partition", "numel_of", "partition_of", "shape_of"]
 
@@ -49,6 +52,9 @@ class Partition(ABC):
         self.engine, self.zero = engine, engine.optimizer
         self.params = dict(params)
         self.fragments: dict[str, Fragment] = {}
+        zero = self.zero
+        self.is_offloaded = bool(getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False))
+        self.device = torch.device(engine.device)  # of messages, and of whole tensors
         self.is_closed = False  # whether the gradients of a window are reduced and not dropped yet
 
     @abstractmethod
@@ -76,11 +82,33 @@ class Partition(ABC):
         else:
             self.engine.allreduce_gradients()
         self.engine.set_gradient_accumulation_boundary(False)
+        if self.is_offloaded and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # DeepSpeed copies to the CPU without waiting
         self.is_closed = True
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of this rank's fragments by name."""
         return {name: self.gradient(name) for name in self.fragments}
+
+    def parts(self) -> Parts:
+        """The masters of this rank's fragments, which share their memory."""
+        nothing = self.flats[0].new_empty(0)
+        own = {name: fragment.of(self.flats[fragment.flat]) for name, fragment in self.fragments.items()}
+        numels = {name: numel_of(param) for name, param in self.params.items()}
+        return Parts({name: own.get(name, nothing) for name in self.params}, numels)
+
+    def offloaded(self, name: str) -> Tensor:
+        """The gradient of a fragment on the CPU."""
+        fragment = self.fragments[name]
+        grad = self.flats[fragment.flat].grad
+        assert grad is not None
+        return fragment.of(grad)
+
+    def clear_offloaded(self) -> None:
+        """Clear the gradients on the CPU: DeepSpeed keeps them, and would apply those of an unused parameter again."""
+        if self.is_offloaded:
+            self.zero.reset_cpu_buffers()
+            torch._foreach_zero_([flat.grad for flat in self.flats if flat.grad is not None])
 
     def relink(self) -> None:
         """The states of the flat tensors are new: DeepSpeed's own views of them are made again by its next step."""
@@ -92,7 +120,7 @@ class Partition(ABC):
         """A parameter's values out of flat tensors, from all ranks, which call it together."""
         param = self.params[name]
         like = flats[self.groups[name]]
-        values = torch.zeros(numel_of(param), dtype=like.dtype, device=like.device)
+        values = torch.zeros(numel_of(param), dtype=like.dtype, device=self.device)
         fragment = self.fragments.get(name)
         if fragment is not None:
             values[fragment.start : fragment.start + fragment.numel] = fragment.of(like)
@@ -133,6 +161,8 @@ class _Stage1And2(_Flattened):
 
     def gradients(self) -> dict[str, Tensor]:
         """The tiles of each flat tensor, by the offset at which they start."""
+        if self.is_offloaded:
+            return {name: self.offloaded(name) for name in self.fragments}
         tiles: dict[tuple[int, int], Tensor] = {}
         for index, pieces in self.zero.averaged_gradients.items():
             offset = 0
@@ -150,7 +180,8 @@ class _Stage1And2(_Flattened):
         sums = [p.grad_accum for p in self.params.values() if getattr(p, "grad_accum", None) is not None]  # type: ignore[attr-defined]
         pieces = [piece for tiles in self.zero.all_grad_tensors.values() for piece in tiles or ()]
         flats = [getattr(tiles, "flat_partition", None) for tiles in self.zero.averaged_gradients.values()]
-        return [*sums, *pieces, *(flat for flat in flats if flat is not None)]
+        copies = self.zero.accumulated_grads_in_cpu.values() if self.is_offloaded else ()
+        return [*sums, *pieces, *copies, *(flat for flat in flats if flat is not None)]
 
     def clear(self) -> None:
         """As DeepSpeed does after an overflow."""
@@ -158,6 +189,11 @@ class _Stage1And2(_Flattened):
         self.zero._release_preflattened_grad_buffers()  # noqa: SLF001 - as its own step does
         for index in list(self.zero.averaged_gradients):
             self.zero.averaged_gradients[index] = self.zero.all_grad_tensors[index] = None
+        self.clear_offloaded()
+        if self.is_offloaded:
+            if self.zero.accumulated_grads_in_cpu:
+                torch._foreach_zero_(list(self.zero.accumulated_grads_in_cpu.values()))
+            self.zero.micro_step_id, self.zero._offload_accumulated_param_ids = -1, set()  # noqa: SLF001 - as in its step
 
 
 class _Bf16Stage1(_Flattened):
@@ -209,12 +245,16 @@ class _Stage3(Partition):
 
     def gradient(self, name: str) -> Tensor:
         """Out of the buffer of this parameter, without its padding."""
+        if self.is_offloaded:
+            return self.offloaded(name)
         fragment = self.fragments[name]
         buffer: Tensor = self.zero.averaged_gradients[fragment.flat][self._places[name]]
         return buffer.view(-1).narrow(0, 0, fragment.numel)
 
     def pending(self) -> list[Tensor]:
         """The buffers of all parameters."""
+        if self.is_offloaded:
+            return list(self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values())  # noqa: SLF001
         return [buffer for group in self.zero.averaged_gradients.values() for buffer in group or ()]
 
     def clear(self) -> None:
@@ -227,6 +267,8 @@ class _Stage3(Partition):
             torch._foreach_zero_(buffers)
         self.zero.zero_grad(set_to_none=True)
         self.zero.averaged_gradients = {}
+        self.clear_offloaded()
+        self.zero._offload_boundary_param_ids = set()  # noqa: SLF001 - as in its step
 
 
 _CLASSES: dict[str, type[_Stage1And2 | _Bf16Stage1 | _Stage3]] = {

@@ -69,6 +69,7 @@ def _common(engine: Any, partition: Partition | None) -> dict[str, str]:
         states = [t for flat in partition.flats for k, t in inner.state.get(flat, {}).items() if k != "step"]
         tensors = [t for t in states if isinstance(t, Tensor)]
         share = f", 1/{size} of them on each rank" if size > 1 else ""
+        share += ", on the CPU" if partition.is_offloaded else ""
         rows["master"] = f"{_formats(partition.flats)} copies{share}"
         rows["optimizer states"] = f"{_formats(tensors)}{share}" if tensors else "none yet"
     return rows

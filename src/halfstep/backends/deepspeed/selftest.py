@@ -22,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.backends.deepspeed.known import engine_faults
+from halfstep.backends.deepspeed.library import version
 from halfstep.backends.deepspeed.partition import Partition, numel_of, shape_of
 from halfstep.errors import HalfstepError
+from halfstep.hardware.units import few
 
 __all__ = ["LIMIT", "FirstStep", "GradientSums", "Reached", "compare", "sample"]
 
@@ -104,7 +107,7 @@ def compare(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Rea
     """Compare actual with true gradients over all ranks, which call it together; None if the true ones are 0 or not finite."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for actual, true in pairs:
-        a, t = actual.detach().double(), true.double()
+        a, t = actual.detach().to(device).double(), true.to(device).double()
         sums += torch.stack(
             ((a * t).sum(), (t * t).sum(), (a - t).square().sum(), torch.full_like(a[:1].sum(), a.numel()))
         )
@@ -144,7 +147,7 @@ class FirstStep:
             grad = None if fragment is None else part.flats[fragment.flat].grad
             if fragment is not None and grad is not None:
                 pairs.append((fragment.of(grad), true[fragment.start : fragment.start + fragment.numel]))
-        reached = compare(pairs, part.flats[0].device)
+        reached = compare(pairs, part.device)
         if reached is None:
             return
         self.outcome = reached if self.outcome is None else self.outcome.joined(reached)
@@ -168,8 +171,10 @@ class FirstStep:
 
 
 def wrong_gradient(reached: Reached, engine: Any) -> str:
-    """The message for a gradient that is wrong."""
+    """The message for a gradient that is wrong, with the faults that this release is known to have here."""
+    known = [f"{fault.id} ({fault.when})" for fault in engine_faults(engine)]
+    cited = f"Known faults of this configuration: {few(known)}" if known else "No known fault explains it"
     return (
-        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed gave the optimizer {reached}. "
-        'Use another version of DeepSpeed (docs/deepspeed.md lists the known faults), another ZeRO stage, or backend="fsdp".'
+        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed {version()} gave the optimizer {reached}. {cited}. "
+        'Use another version of DeepSpeed (docs/deepspeed.md lists the faults by release), another ZeRO stage, or backend="fsdp".'
     )

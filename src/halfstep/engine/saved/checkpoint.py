@@ -5,7 +5,7 @@ A checkpoint is what a run returns to, so weights that are not finite are not wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,15 @@ from halfstep.checkpoint.boxes import is_first_copy
 from halfstep.checkpoint.directory import Checkpoint
 from halfstep.checkpoint.rng import derive_rng, restore_rng, rng_state
 from halfstep.checkpoint.stored import StoredTensor, read_all
+from halfstep.engine.saved.own import merge_own, own_state
 from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
 from halfstep.optim.shards import local
 
-__all__ = ["checkpoint_parts", "engine_state", "nonfinite_weights", "restore_extra"]
+__all__ = ["checkpoint_parts", "engine_state", "nonfinite_weights", "restore_extra", "with_own"]
+
+_OWN = "own"  # of a rank, next to its random-number state
 
 
 def checkpoint_parts(state: dict[str, Any], extra: dict[str, Any], nonfinite: Mapping[str, str]) -> dict[str, Any]:
@@ -33,11 +36,12 @@ def checkpoint_parts(state: dict[str, Any], extra: dict[str, Any], nonfinite: Ma
             "from an earlier checkpoint; save(..., allow_nonfinite=True) writes it all the same, to examine it."
         )
     state = dict(state)
+    own = state.pop(_OWN, {})
     return {
         "weights": state.pop("model"),
         "meta": {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]},
         "state": {"engine": state},
-        "own": {"rng": rng_state(), "extra": extra},
+        "own": {"rng": rng_state(), "extra": extra} | ({_OWN: own} if own else {}),
     }
 
 
@@ -74,7 +78,13 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
     if not isinstance(checkpoint.state, dict) or not {"engine", "rng", "extra"} <= checkpoint.state.keys():
         raise SettingError(f"{checkpoint.path} is a checkpoint, but not one that an Engine saved.")
     state: dict[str, Any] = checkpoint.state["engine"] | {"model": checkpoint.weights}
-    return state
+    return merge_own(state, checkpoint.state.get(_OWN, {}))
+
+
+def with_own(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> dict[str, Any]:
+    """A state of `state_of` with the part that only this rank has, for `checkpoint_parts`."""
+    own = own_state(optimizers, state, rank=ranks.rank, num_ranks=ranks.num_ranks)
+    return state | ({_OWN: own} if own else {})
 
 
 def restore_extra(checkpoint: Checkpoint, ranks: Ranks | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from halfstep.kernels.layout import MASTER_ENTRIES
 from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, users_optimizer
 from halfstep.optim.convert import without_steps
+from halfstep.optim.exchange import Exchanging
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.shards import in_files, is_sharded, placed
 
@@ -60,6 +61,8 @@ def check_entries(
         for key, value in entry.items():
             if value.numel() == 1 or not (elementwise or key in MASTER_ENTRIES):
                 continue
+            if isinstance(optimizer, Exchanging) and key in set(optimizer.rank_states) - set(optimizer.moments):
+                continue  # of the size of a part that this rank serves
             scales = key.endswith("_scale") and key.removesuffix("_scale") in entry
             expected = (num_blocks(param.numel()),) if scales else tuple(param.shape)
             if tuple(value.shape) != expected:

@@ -15,7 +15,7 @@ from halfstep.checkpoint.directory import Checkpoint, open_checkpoint
 from halfstep.checkpoint.saver import Saver
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.ema import Ema
-from halfstep.engine.saved.checkpoint import checkpoint_parts, engine_state, nonfinite_weights, restore_extra
+from halfstep.engine.saved.checkpoint import checkpoint_parts, engine_state, nonfinite_weights, restore_extra, with_own
 from halfstep.engine.saved.state import RunParts, load_state, state_of
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.truth import Truth
@@ -102,7 +102,7 @@ class SavedEngine(ABC):
         self.finish_save()
         state: dict[str, Any] = {}
         self.saver.ranks.together(lambda: state.update(self.state_dict()))
-        return state
+        return with_own(state, self._run.optimizers, self.saver.ranks)
 
     def finish_save(self) -> None:
         """Wait until the checkpoint of `save(wait=False)` is on disk; raises an error if it could not be written.

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.kernels.signs.signs import pack_signs, sign_of, unpack_signs
+from halfstep.kernels.signs.signs import pack_signs, unpack_signs
 from halfstep.optim.onebit.wire import Pending, Wire
 
-__all__ = ["ChunkPlan", "Reduced", "compressed_allreduce", "compressed_bytes"]
+__all__ = ["ChunkPlan", "Reduced", "compressed_allreduce", "compressed_bytes", "server_bytes"]
 
 _BUCKET = 1 << 24  # elements that are compressed together: 64 MiB of fp32 and 2 MiB on the wire
 _SCALE_BYTES = 4
@@ -87,6 +87,12 @@ def compressed_bytes(sizes: Sequence[int], num_ranks: int) -> int:
     return 2 * (num_ranks - 1) * plan.message_bytes
 
 
+def server_bytes(sizes: Sequence[int], num_ranks: int) -> int:
+    """The errors that a rank stores as a server of tensors of these sizes, at most: about 4 / n bytes per element."""
+    plan = ChunkPlan(tuple(size for size in sizes if size), num_ranks)
+    return 4 * sum(plan.served(0)) if num_ranks > 1 else 0
+
+
 def compressed_allreduce(
     units: Sequence[Sequence[Tensor]],  # tensors that share a scale, as if they were one; fp32, of one device
     worker_errors: Sequence[Sequence[Tensor]],  # of the same shapes
@@ -128,8 +134,9 @@ class _Transfer:
             torch.add(tensor, error, out=target)
         elements = [part[:size] for part, size in zip(torch.split(values, padded), plan.sizes, strict=True)]
         scales = self._scales(elements)
-        self._lost = values - self._spread(scales, padded) * sign_of(values)
-        chunks = [c.view(num_ranks, -1) for c in torch.split(pack_signs(values), [p // 8 for p in padded])]
+        packed = pack_signs(values)
+        self._lost = values.sub_(self._scaled(unpack_signs(packed), scales, padded))
+        chunks = [c.view(num_ranks, -1) for c in torch.split(packed, [p // 8 for p in padded])]
         self._pending = self._wire.exchange(torch.cat([*chunks, _as_bytes(scales).expand(num_ranks, -1)], dim=1))
 
     def serve(self) -> None:
@@ -138,14 +145,15 @@ class _Transfer:
         signs, scales = self._arrived()
         means = torch.zeros(sum(plan.chunk_sizes), dtype=torch.float32, device=self._device)
         for row, scale in zip(signs, scales, strict=True):
-            means.add_(unpack_signs(row) * self._spread(scale / num_ranks, plan.chunk_sizes))
+            means.add_(self._scaled(unpack_signs(row), scale / num_ranks, plan.chunk_sizes))
         served = self._served(means)
         for part, error in zip(served, self._server_errors, strict=True):
             if error is not None:
                 part.add_(error)
         own_scales = self._scales(served)
-        self._lost_by_server = means - self._spread(own_scales, plan.chunk_sizes) * sign_of(means)
-        self._pending = self._wire.gather(torch.cat([pack_signs(means), _as_bytes(own_scales)]))
+        packed = pack_signs(means)
+        self._lost_by_server = means.sub_(self._scaled(unpack_signs(packed), own_scales, plan.chunk_sizes))
+        self._pending = self._wire.gather(torch.cat([packed, _as_bytes(own_scales)]))
 
     def receive(self) -> list[Reduced]:
         """The means of every chunk, as tensors of the input's shapes."""
@@ -153,7 +161,7 @@ class _Transfer:
         signs, scales = self._arrived()
         by_unit = [part.reshape(-1) for part in torch.split(signs, list(plan.chunk_bytes), dim=1)]
         repeats = [size for size in plan.chunk_sizes for _ in range(num_ranks)]
-        means = unpack_signs(torch.cat(by_unit)) * self._spread(scales.t().reshape(-1), repeats)
+        means = self._scaled(unpack_signs(torch.cat(by_unit)), scales.t().reshape(-1), repeats)
         results, lost = iter(self._parts(means)), iter(self._parts(self._lost))
         return [
             Reduced(
@@ -199,10 +207,14 @@ class _Transfer:
         roots = torch.tensor([math.sqrt(max(part.numel(), 1)) for part in parts], dtype=torch.float32)
         return norms / roots.to(self._device, non_blocking=True)
 
-    def _spread(self, scales: Tensor, counts: Sequence[int]) -> Tensor:
-        """Each scale as often as its count."""
+    def _scaled(self, signs: Tensor, scales: Tensor, counts: Sequence[int]) -> Tensor:
+        """Signs in place times the scale of their part, where parts have these counts."""
+        if self._device.type == "cpu":  # one pass over each part; elsewhere one launch for all
+            for part, scale in zip(torch.split(signs, list(counts)), scales, strict=True):
+                part.mul_(scale)
+            return signs
         repeats = torch.tensor(counts).to(self._device, non_blocking=True)
-        return torch.repeat_interleave(scales, repeats, output_size=sum(counts))
+        return signs.mul_(torch.repeat_interleave(scales, repeats, output_size=sum(counts)))
 
 
 def _as_bytes(scales: Tensor) -> Tensor:

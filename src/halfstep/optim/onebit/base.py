@@ -32,10 +32,10 @@ from torch import Tensor
 from halfstep.errors import RankError, SettingError
 from halfstep.events import log_warning
 from halfstep.kernels.lean import lean_step
-from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.onebit.feedback import ERRORS, reduce_with_feedback
+from halfstep.optim.onebit.joined import JoinedOptimizer
 from halfstep.optim.onebit.precision import check_compute, unverified_precision
-from halfstep.optim.onebit.schedule import FreezeSchedule, ZeroOneSchedule, schedule_from
+from halfstep.optim.onebit.schedule import schedule_from
 from halfstep.optim.onebit.wire import Wire
 from halfstep.scaling.readback import Readback
 
@@ -48,14 +48,12 @@ _REASON = "error feedback corrects the rounding of what is sent, and would not s
 _SAVED = "onebit"  # in a saved group: the schedule, and whose errors these are
 
 
-class OneBitOptimizer(LeanOptimizer):
+class OneBitOptimizer(JoinedOptimizer):
     """Base of the three compressed optimizers; a subclass gives `step_all` and its schedule."""
 
     elementwise: ClassVar[bool] = False
     unstorable: ClassVar[Mapping[str, str]] = MappingProxyType({"bf16": _REASON, "8bit": _REASON})
     rank_states: ClassVar[tuple[str, ...]] = ERRORS  # state entries that differ from rank to rank
-    title: ClassVar[str]  # the name in the papers
-    schedule: FreezeSchedule | ZeroOneSchedule
 
     def __init__(
         self,
@@ -100,13 +98,6 @@ class OneBitOptimizer(LeanOptimizer):
     # --- ranks ----------------------------------------------------------------------------------------------------------
 
     @property
-    def wire(self) -> Wire:
-        """The messages to the other ranks, with the count of sent bytes; connected at the first use."""
-        if self._wire is None:
-            self._wire = Wire(self.process_group)
-        return self._wire
-
-    @property
     def needs_dense_gradients(self) -> bool:
         """Whether gradients of the next step must be the mean over all ranks; this optimizer does it if `local_gradients`."""
         self.settle()
@@ -117,14 +108,6 @@ class OneBitOptimizer(LeanOptimizer):
         """Whether all ranks have the same weights now; 0/1 Adam's differ between two synchronizations."""
         return True
 
-    def truth_rows(self) -> dict[str, str]:
-        """Rows for the truth table: how gradients are reduced, and whether that is verified here."""
-        self.settle()
-        stage = f"compressed since step {self.schedule.frozen_at}" if self.schedule.frozen else "dense so far"
-        ranks = f"{self.wire.num_ranks} rank{'s' * (self.wire.num_ranks > 1)}"
-        rows = {"communication": f"{self.title} on {ranks}, {stage}; {self.wire.sent_bytes:,} bytes sent by this rank"}
-        return rows | ({"unverified": self.unverified} if self.unverified else {})
-
     # --- the step -------------------------------------------------------------------------------------------------------
 
     def step_together(self, *, ready: bool) -> bool:
@@ -133,6 +116,11 @@ class OneBitOptimizer(LeanOptimizer):
         members = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None or self.state.get(p)]
         if not members:
             return True
+        if members[0][1].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                f"{type(self).__name__} cannot step inside a CUDA graph: its schedule decides on the host what each step sends. Capture "
+                "forward and backward only."
+            )
         if self.unverified is None:
             self._start(members)
         for group, param in members:
@@ -144,6 +132,10 @@ class OneBitOptimizer(LeanOptimizer):
             self.schedule = replace(self.schedule, step=1)
             return True
         skip = self._agreed_flag()
+        if skip is not None and skip.device.type == "cpu":
+            if skip.item():  # known here, and the same on all ranks: a skipped step sends nothing
+                return True
+            skip = None
         self.step_all(members, self._gradients(members), skip)
         self._count_step(skip, members)
         return True

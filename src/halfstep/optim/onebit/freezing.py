@@ -16,6 +16,7 @@ class FreezingOptimizer(OneBitOptimizer):
     """What 1-bit Adam and 1-bit LAMB share: dense steps, then compressed ones with a frozen variance."""
 
     schedule: FreezeSchedule
+    policy: FreezePolicy
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, freeze_step: int | str, freeze_threshold: float, **shared: Any

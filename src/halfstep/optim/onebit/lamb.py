@@ -49,6 +49,7 @@ class OneBitLamb(FreezingOptimizer):
     """
 
     title = "1-bit LAMB"
+    one_scale: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "worker_error", "exp_avg_sq_fresh")
     scalars: ClassVar[tuple[str, ...]] = ("lamb_coeff_freeze", "last_factor", "scaling_coeff")
     unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "exp_avg_sq_fresh"})

@@ -49,11 +49,13 @@ class ZeroOneAdam(OneBitOptimizer):
     """
 
     title = "0/1 Adam"
+    weights_differ: ClassVar[bool] = True  # between two synchronizations
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "worker_error", "momentum_accumulator", "anchor")
     scalars: ClassVar[tuple[str, ...]] = ("lrs",)
     unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     rank_states: ClassVar[tuple[str, ...]] = (*OneBitOptimizer.rank_states, "exp_avg", "momentum_accumulator")
     schedule: ZeroOneSchedule
+    policy: ZeroOnePolicy
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halfstep.optim.onebit.allreduce import compressed_bytes
 from halfstep.planning.ranks.shards import Counted, Part, fsdp_bytes, whole_bytes
 
 __all__ = ["Model", "Traffic", "traffic"]
@@ -32,6 +33,7 @@ class Model:
     gradients: Counted  # in the reduce dtype
     message_bytes: int = 0  # of all buckets of ddp
     summed: Counted = ()  # gradients as FSDP2 accumulates them, and as hsdp sums them between groups
+    compressed: tuple[int, ...] = ()  # elements of tensors that the optimizer sends compressed in most of its steps
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,11 @@ class Traffic:
     all_gather: int = 0
     reduce_scatter: int = 0
     all_reduce: int = 0  # of ddp, and between the groups of hsdp
+    compressed: int = 0  # in a compressed step of the optimizer, instead of all the others
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them; of an optimizer that compresses, in its dense steps."""
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
     def seconds(self, bandwidth: float) -> float:
@@ -57,7 +60,8 @@ def traffic(model: Model, strategy: str, num_gpus: int, *, accumulate: int = 1, 
     if num_gpus == 1:
         return Traffic()
     if strategy == "ddp":
-        return Traffic(all_reduce=_all_reduce(model.message_bytes, num_gpus))
+        compressed = compressed_bytes(model.compressed, num_gpus) if model.compressed else 0
+        return Traffic(all_reduce=_all_reduce(model.message_bytes, num_gpus), compressed=compressed)
     if strategy == "fsdp":
         return _fsdp(model, num_gpus, accumulate)
     if strategy == "hsdp":

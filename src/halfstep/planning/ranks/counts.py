@@ -124,7 +124,9 @@ def largest_on_each(estimator: Estimator, strategy: str, num_gpus: int, usable: 
     """The largest micro-batch that fits on each of `num_gpus`; raises if not even one example does."""
     (name,), group = parse_strategies([strategy])
     traced = estimator.trace(_START)
-    layout = layout_of(estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate)
+    layout = layout_of(
+        estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate, traced.compressed
+    )
     reason = rejection(name, estimator.policy, elementwise=traced.elementwise)
     if reason:
         raise SettingError(f"{name} with {estimator.policy} is rejected: {reason}.")

@@ -35,7 +35,7 @@ def _rate(row: Row) -> float | None:
 
 def hours_text(comparison: Comparison, budget: Budget) -> str:
     """The hours as a table."""
-    from halfstep.comparison.table import plain_table
+    from halfstep.hardware.tables import plain_table
 
     unit = "GPU-hours" if all(survey.device != "cpu" for survey in comparison.surveys) else "hours of this CPU"
     hours = row_hours(comparison, budget)["rows"]

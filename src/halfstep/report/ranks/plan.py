@@ -52,6 +52,8 @@ def _sent(answer: Answer, plan: Plan) -> str:
     if answer.traffic is None:
         return "-"
     text = f"{answer.traffic.total / 1e9:.3g}"
+    if answer.traffic.compressed:
+        text += f" (compressed: {answer.traffic.compressed / 1e9:.3g})"
     return text if plan.bandwidth is None else f"{text}, {seconds_text(answer.traffic.seconds(plan.bandwidth))}"
 
 
@@ -119,5 +121,6 @@ def answer_data(answer: Answer) -> dict[str, Any]:
             "reduce_scatter": sent.reduce_scatter,
             "all_reduce": sent.all_reduce,
             "total": sent.total,
-        },
+        }
+        | ({"compressed": sent.compressed} if sent.compressed else {}),
     }

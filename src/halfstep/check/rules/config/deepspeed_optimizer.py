@@ -284,7 +284,10 @@ class OneBitRemoved(DeepSpeedRule):
             else f"DeepSpeed 0.19.7 removed {kind}; the last release with it is 0.19.6."
         )
         last = "0.18.2, the last one that scales the fp16 loss without ZeRO" if deepspeed.fp16 else "0.19.6"
-        instead = f'Use `"type": "AdamW"`, or DeepSpeed {last}.'
+        instead = (
+            f'Use `"type": "AdamW"`, DeepSpeed {last}, or Halfstep, which still has it: `halfstep.optim.from_deepspeed(config["optimizer"], '
+            "params)`."
+        )
         yield self.at(config, ("optimizer", "type"), message, instead=instead, severity="error" if removed else None)
 
 

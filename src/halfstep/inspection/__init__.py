@@ -1,0 +1,1 @@
+"""What any training loop stores and computes in, as values that tests can assert; `halfstep.inspect` is the way in."""
