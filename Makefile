@@ -62,7 +62,7 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.all: $(VENV)/.dev
-	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers]" pillow webdataset accelerate lightning trl
+	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers,tensorboard,wandb,mlflow,trackio,mcp]" pillow webdataset accelerate lightning trl flake8
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -48,6 +48,7 @@ def test_flags_are_few_and_listed():
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
+        "mcp": [],
         "plan": [
             "--accumulate", "--bandwidth", "--batch", "--data", "--ema", "--epochs", "--examples", "--find", "--gpu", "--gpus",
             "--html", "--json", "--memory", "--precision", "--price", "--rate", "--recompute", "--record", "--strategy",
@@ -58,10 +59,20 @@ def test_flags_are_few_and_listed():
             "--batch", "--confirm", "--data", "--html", "--json", "--out", "--precision", "--set", "--steps", "-p",
         ],
         "train": [
-            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
+            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--logger", "--out", "--precision", "--resume", "--set",
+            "--steps", "-p",
         ],
-        "watch": ["--html", "--interval", "--once"],
+        "watch": ["--html", "--interval", "--json", "--once"],
     }  # fmt: skip
+
+
+def test_torchrun_passes_every_flag_of_train_on():
+    """torchrun rejects a flag of the program that is the beginning of several of its own, such as --log."""
+    from torch.distributed.run import get_args_parser
+
+    for flag in {o for p in cli.get_command(None, "train").params for o in p.opts if o.startswith("-")}:
+        parsed = get_args_parser().parse_args(["-m", "halfstep", "train", flag, "x"])
+        assert parsed.training_script_args == ["train", flag, "x"]
 
 
 def test_unknown_command_is_a_usage_error_with_a_guess():

@@ -84,6 +84,38 @@ def test_several_precisions_stand_side_by_side(job_file, tmp_path):
     assert (tmp_path / "both" / "fp32" / "run.jsonl").exists()
 
 
+def test_loggers_of_the_command_get_each_run(job_file, tmp_path, monkeypatch):
+    """`--logger` opens the logger for each precision, with its directory, and closes it."""
+    from halfstep.integrations import loggers
+
+    opened = []
+
+    class Remembering(loggers.Logger):
+        library = "json"  # installed everywhere
+
+        def _open(self):
+            opened.append(self)
+            self.tags, self.is_closed = set(), False
+            return self
+
+        def scalars(self, values, step):
+            self.tags |= values.keys()
+
+        def text(self, tag, text, step):
+            self.tags.add(tag)
+
+        def _close(self):
+            self.is_closed = True
+
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", Remembering)
+    result = run(
+        "train", job_file, "-p", "fp32", "-p", "bf16", "--steps", 2, "--out", tmp_path / "o", "--logger", "wandb:mine"
+    )
+    assert result.exit_code == 0, result.output
+    assert [each._info.out.name for each in opened] == ["fp32", "bf16"]
+    assert all(each.is_closed and each._project == "mine" and "train/loss" in each.tags for each in opened)
+
+
 def test_resume_needs_only_the_directory(job_file, tmp_path, monkeypatch):
     """Job, precision and settings come from the run, whatever the current directory; more steps may be requested."""
     out = tmp_path / "run"
@@ -137,6 +169,8 @@ def test_the_ema_can_be_exported(job_file, tmp_path):
         (["train", "{job}", "--resume"], "--resume needs --out"),
         (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
+        (["train", "{job}", "--logger", "wandbb"], "Did you mean 'wandb'"),
+        (["train", "{job}", "--logger", "tensorboard", "--logger", "tensorboard"], "names a logger twice"),
         (["export", "{tmp}"], "has no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),

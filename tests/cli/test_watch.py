@@ -1,5 +1,6 @@
 """`halfstep watch`: a run directory or file, once, as a page, and what is said where there is no run."""
 
+import json
 import subprocess
 import sys
 
@@ -56,3 +57,15 @@ def test_the_view_needs_no_torch(run):
     code = "import sys; from halfstep.cli import cli; cli.main(args=['watch', sys.argv[1]], standalone_mode=False); print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_summary_as_json(run):
+    """The last step, and the truth table of the header while no other is there; it excludes the other outputs."""
+    code, out, err = watch(run, "--json")
+    assert (code, err) == (0, "")
+    summary = json.loads(out)
+    assert summary["last_step"]["loss"] == 0.5
+    assert (summary["truth"], summary["events"], summary["ended"]) == ({}, [], False)
+    code, _, err = watch(run, "--json", "--once")
+    assert code == 2
+    assert "remove --html and --once" in err

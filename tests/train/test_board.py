@@ -12,6 +12,7 @@ from halfstep.checkpoint.runlog import read_runlog
 from halfstep.jobs.job import Job
 from halfstep.train import TrainConfig, train
 from halfstep.train.board import Board, NoBoard, open_board
+from halfstep.train.writer import TensorBoardWriter
 from halfstep.watching.events import Event
 
 
@@ -19,7 +20,7 @@ class Writer:
     """Remembers what a SummaryWriter is called with."""
 
     def __init__(self, folder):
-        self.folder, self.scalars, self.histograms, self.is_closed = folder, {}, {}, False
+        self.folder, self.scalars, self.histograms, self.texts, self.is_closed = folder, {}, {}, {}, False
 
     def add_scalar(self, tag, value, step):
         self.scalars.setdefault(tag, {})[step] = value
@@ -29,6 +30,9 @@ class Writer:
         assert len(bucket_limits) == len(bucket_counts)
         histogram = totals | {"limits": bucket_limits, "counts": bucket_counts}
         self.histograms.setdefault(tag, {})[global_step] = histogram
+
+    def add_text(self, tag, text, step):
+        self.texts.setdefault(tag, {})[step] = text
 
     def close(self):
         self.is_closed = True
@@ -113,7 +117,7 @@ def test_a_tensor_that_was_once_among_the_worst_keeps_its_curve(writers, tmp_pat
 def test_events_are_counted_by_kind():
     """A curve that rises where something was reported."""
     writer = Writer("")
-    board = Board(writer)
+    board = Board([TensorBoardWriter(writer)])
     for step, kind in ((1, "skip"), (2, "scale"), (7, "skip")):
         board.event(Event(kind, step, ""))
     assert writer.scalars == {"events/skip": {1: 1, 7: 2}, "events/scale": {2: 1}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.backends.context import RunContext
     from halfstep.jobs.targets import Target
     from halfstep.train import TrainConfig
+    from halfstep.train.writer import OpenWriter
 
 __all__ = ["command"]
 
@@ -50,6 +52,13 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     metavar="DIR|SHARDS",
     help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
+@click.option(
+    "--logger",
+    "loggers",
+    multiple=True,
+    metavar="NAME[:PROJECT]",
+    help="Also log to wandb, mlflow or trackio; may be repeated (TensorBoard: automatic if installed).",
+)
 @click.option("--resume", is_flag=True, help="Resume the run in --out.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
@@ -65,6 +74,7 @@ def command(
     ds_config: Path | None,
     settings: tuple[str, ...],
     data_dir: Path | None,
+    loggers: tuple[str, ...],
     resume: bool,
     out: Path | None,
     as_json: bool,
@@ -78,6 +88,7 @@ def command(
     \b
     halfstep train
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
+    halfstep train job.py --logger wandb:my-project
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp --out runs/job
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend deepspeed --ds-config ds_config.json
@@ -92,6 +103,7 @@ def command(
     from halfstep.train.resume import saved_settings
 
     launch = read_launch()
+    writers = _writers(loggers)
     overrides = parse_settings(settings)
     for name, value in (
         ("steps", steps),
@@ -136,7 +148,17 @@ def command(
             where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
             where = same_path(where, ranks, config.timeout)
             outcomes.append(
-                _run(loaded, config, policy, where, saved=saved, quiet=as_json, ranks=ranks, launch_id=launch.run_id)
+                _run(
+                    loaded,
+                    config,
+                    policy,
+                    where,
+                    writers,
+                    saved=saved,
+                    quiet=as_json,
+                    ranks=ranks,
+                    launch_id=launch.run_id,
+                )
             )
             if launch.is_main:
                 _write_page(where)
@@ -160,6 +182,20 @@ def _read_deepspeed(
         settings_of_file(Path(overrides["ds_config"]), overrides, each, world_size) for each in precision or (None,)
     ]
     return results[0][0], tuple(policy for _, policy in results)
+
+
+def _writers(loggers: tuple[str, ...]) -> list[OpenWriter]:
+    """What opens the loggers that --logger names."""
+    if not loggers:
+        return []
+    from halfstep.errors import SettingError
+    from halfstep.integrations.loggers import parse_logger
+
+    names = [text.partition(":")[0] for text in loggers]
+    if len(set(names)) < len(names):
+        raise SettingError(f"--logger names a logger twice: {', '.join(loggers)}; remove one.")
+    openers = (parse_logger(text) for text in loggers)
+    return [opener for opener in openers if opener is not None]
 
 
 def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
@@ -189,6 +225,7 @@ def _run(
     config: TrainConfig,
     policy: str,
     out: Path,
+    writers: Sequence[OpenWriter],
     *,
     saved: Any,
     quiet: bool,
@@ -213,6 +250,7 @@ def _run(
             launch_id=launch_id,
             observer=progress,
             ranks=ranks,
+            writers=writers,
         )
     finally:
         if progress is not None:

@@ -24,7 +24,10 @@ _READING = 5  # times as long as reading a run file takes is waited at least bef
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=2.0, metavar="S", help="Seconds between updates (2)."
 )
-def command(run: Path, html: Path | None, once: bool, interval: float) -> None:
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a summary as JSON and exit: last step, events, truth table."
+)
+def command(run: Path, html: Path | None, once: bool, interval: float, as_json: bool) -> None:
     """Show the losses, the loss scale, skipped steps and the worst tensors of a RUN, live while it trains.
 
     RUN is the directory of a run or its run file. The view ends with the run, or with Ctrl-C; training is not affected.
@@ -32,8 +35,12 @@ def command(run: Path, html: Path | None, once: bool, interval: float) -> None:
     \b
     halfstep watch runs/digits-fp16-20261115-101500
     halfstep watch runs/digits-fp16-20261115-101500 --html run.html
+    halfstep watch runs/digits-fp16-20261115-101500 --json
     """
     path = _run_file(run)
+    if as_json:
+        _print_json(path, html, once=once)
+        return
     if html is not None:
         write_page(path, html)
         click.echo(f"written {html}")
@@ -68,6 +75,17 @@ def _run_file(run: Path) -> Path:
     if not path.is_file():
         raise SettingError(f"There is no run file {path}; pass the directory that `halfstep train --out` wrote.")
     return path
+
+
+def _print_json(path: Path, html: Path | None, *, once: bool) -> None:
+    if html is not None or once:
+        raise click.UsageError("--json prints a summary and exits; remove --html and --once.")
+    import json
+
+    from halfstep.checkpoint.runlog import read_runlog
+    from halfstep.report.numerics.summary import run_data
+
+    click.echo(json.dumps(run_data(read_runlog(path)), indent=2))
 
 
 def _read(path: Path) -> RunView:

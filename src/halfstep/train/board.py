@@ -1,4 +1,4 @@
-"""What a run shows in TensorBoard: the numbers of its run file, as scalars and histograms.
+"""What a run shows in TensorBoard and other loggers: the numbers of its run file, as scalars and histograms.
 
     train/      loss, lr, scale, skips
     val/        the validation
@@ -7,9 +7,10 @@
     updates/    the norm of an update relative to the weights, the median over the parameters of a kind: weight, bias, ...
     flushed/    of the worst gradients, the share that is flushed to zero
     exponents/  of the worst gradients, a histogram of log2 |x|: one bar is a power of two
-    events/     how many there were so far, by kind
+    events/     how many there were so far, by kind; and as texts, their messages
 
-A tensor that was once among the worst keeps its curve, so that curves have no gaps; there are at most 16 of them.
+A tensor that was once among the worst keeps its curve, so that curves have no gaps; there are at most 16 of them. A writer that
+fails is dropped with a warning: the run file has everything, and the run continues.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import contextlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from halfstep.events import log_warning
 from halfstep.kernels.exponents import BIN_OF_1
 from halfstep.precision.formats import Format
+from halfstep.train.writer import Histogram, TensorBoardWriter, Writer
 from halfstep.watching.events import Event
 from halfstep.watching.sample import Sample
 from halfstep.watching.stats import TensorStats
@@ -36,7 +38,7 @@ _MOST_KINDS = 8
 
 
 class NoBoard:
-    """TensorBoard is not installed, or not wanted."""
+    """There is nothing to write to: TensorBoard is not installed, and no logger was asked for."""
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Ignore it."""
@@ -47,22 +49,26 @@ class NoBoard:
     def event(self, event: Event) -> None:
         """Ignore it."""
 
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Ignore it."""
+
     def close(self) -> None:
         """Nothing to close."""
 
 
 class Board(NoBoard):
-    """Writes to a SummaryWriter."""
+    """Writes to one or more writers."""
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = list(writers)
         self._named: dict[str, None] = {}
         self._events: Counter[str] = Counter()
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Write one value each."""
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+        tagged = {f"{group}/{name}": value for name, value in values.items()}
+        if tagged:
+            self._each(lambda writer: writer.scalars(tagged, step))
 
     def sample(self, sample: Sample, fmt: Format | None) -> None:
         """Write a sample; shares are those of `fmt`, and left out without one."""
@@ -85,33 +91,39 @@ class Board(NoBoard):
         self.scalars("updates", _ratios(sample), step)
 
     def event(self, event: Event) -> None:
-        """Count an event."""
+        """Count an event, and write its message."""
         self._events[event.kind] += 1
         self.scalars("events", {event.kind: self._events[event.kind]}, event.step)
+        self.text(f"events/{event.kind}", str(event), event.step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write a message."""
+        self._each(lambda writer: writer.text(tag, text, step))
 
     def close(self) -> None:
-        """Write everything and close the file."""
-        self._writer.close()
+        """Write everything and close."""
+        self._each(lambda writer: writer.close())
+
+    def _each(self, write: Callable[[Writer], None]) -> None:
+        for writer in tuple(self._writers):
+            try:
+                write(writer)
+            except Exception as error:  # of any library: a full disk, a server that does not answer
+                self._writers.remove(writer)
+                log_warning(
+                    f"{type(writer).__name__} failed: {type(error).__name__}: {error} It gets no further values; the run continues, and "
+                    "its run file has everything."
+                )
 
     def _exponents(self, tag: str, stats: TensorStats, step: int) -> None:
-        """A histogram of log2 |x| of the elements that are finite and not 0; the writer takes sums over values, so bins count by their middle."""
+        """A histogram of log2 |x| of the elements that are finite and not 0."""
         counts = {i - BIN_OF_1: count for i, count in enumerate(stats.bins) if count}
         if not counts:
             return
         low, high = min(counts), max(counts)
-        middles = [(e + 0.5, count) for e, count in counts.items()]
-        self._writer.add_histogram_raw(
-            tag,
-            min=float(low),
-            max=float(high + 1),
-            num=sum(counts.values()),
-            sum=sum(m * n for m, n in middles),
-            sum_squares=sum(m * m * n for m, n in middles),
-            # Limits are right edges; the first, empty bucket sets the left edge of the second.
-            bucket_limits=[float(e) for e in range(low, high + 2)],
-            bucket_counts=[0, *(counts.get(e, 0) for e in range(low, high + 1))],
-            global_step=step,
-        )
+        edges = tuple(float(e) for e in range(low, high + 2))
+        histogram = Histogram(edges, tuple(counts.get(e, 0) for e in range(low, high + 1)))
+        self._each(lambda writer: writer.histogram(tag, histogram, step))
 
 
 def _ratios(sample: Sample) -> dict[str, float]:
@@ -124,11 +136,12 @@ def _ratios(sample: Sample) -> dict[str, float]:
     return {kind: statistics.median(kinds[kind]) for kind in common}
 
 
-def open_board(folder: Path | None) -> NoBoard:
-    """A board that writes to `folder`, if TensorBoard is installed."""
+def open_board(folder: Path | None, writers: Sequence[Writer] = ()) -> NoBoard:
+    """A board for TensorBoard in `folder`, if it is installed, and for `writers`."""
+    writers = list(writers)
     if folder is not None:
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            return Board(SummaryWriter(str(folder)))
-    return NoBoard()
+            writers.append(TensorBoardWriter(SummaryWriter(str(folder))))
+    return Board(writers) if writers else NoBoard()

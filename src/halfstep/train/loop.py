@@ -47,6 +47,7 @@ from halfstep.train.schedule import check_validation, reject_metric_schedulers, 
 from halfstep.train.stop import AgreedStop, StopRequest
 from halfstep.train.stream import DataStream, to_device
 from halfstep.train.validation import ValidationStopped, validate
+from halfstep.train.writer import OpenWriter, RunInfo, open_writers
 from halfstep.watching.events import Event
 
 __all__ = ["TrainOutcome", "train"]
@@ -66,11 +67,12 @@ def train(
     observer: Observer | None = None,
     ranks: RunContext | None = None,
     launch_id: str | None = None,
+    writers: Sequence[OpenWriter] = (),
 ) -> TrainOutcome:
     """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume.
 
     `ranks` is the context of this process from `backends.group.open_group`; every rank makes the same call.
-    `launch_id` is recorded, so that a restart of the same launch recognises its run.
+    `launch_id` is recorded, so that a restart of the same launch recognises its run. `writers` are opened on rank 0.
     """
     if config.steps is None and config.epochs is None:
         raise SettingError("The run has no end: set steps or epochs.")
@@ -84,7 +86,9 @@ def train(
     context = run_context(config, ranks)
     shown = observer or SilentObserver()
     with watch_ranks(context, config.timeout) as heartbeat, quiet(unless=context.rank == 0):
-        run = _Run(job, config, precision, out, context, heartbeat, resume=resume, header=header, observer=shown)
+        run = _Run(
+            job, config, precision, out, context, heartbeat, writers, resume=resume, header=header, observer=shown
+        )
         return _train(run)
 
 
@@ -113,6 +117,7 @@ class _Run:
         out: Path,
         context: RunContext,
         heartbeat: Heartbeat,
+        writers: Sequence[OpenWriter],
         *,
         resume: bool,
         header: dict[str, Any],
@@ -134,7 +139,9 @@ class _Run:
         self.validation_data = DataStream(job, self.context, split="val")
         log, compute = self._open_log(header), self.engine.policy.compute
         board = out / TENSORBOARD if self.ranks.is_main else None
-        self.recorder = Recorder(log, observer, board, self.watch, compute)
+        info = RunInfo(log.run_id, out, str(self.engine.policy), dataclasses.asdict(config))
+        opened = open_writers(writers, info, self.ranks)
+        self.recorder = Recorder(log, observer, board, self.watch, compute, opened)
         self.progress = self.checkpoints.restore(self.engine, self.data, self.watch)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)

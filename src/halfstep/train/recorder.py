@@ -1,4 +1,4 @@
-"""Records a run: the run file, TensorBoard if it is installed, and an observer.
+"""Records a run: the run file, TensorBoard if it is installed, other loggers, and an observer.
 
 Losses are read back asynchronously, like all results of a step: they are queued behind the step and written when they
 arrive, so that logging every step adds no synchronization.
@@ -7,6 +7,7 @@ arrive, so that logging every step adds no synchronization.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from halfstep.scaling.readback import Readback
 from halfstep.train.batches import StepBatches
 from halfstep.train.board import open_board
 from halfstep.train.numerics import record_event, record_sample
+from halfstep.train.writer import Writer
 from halfstep.watching.events import Event
 from halfstep.watching.watch import Watch
 
@@ -104,9 +106,10 @@ class Recorder:
         tensorboard: Path | None,
         watch: Watch | None = None,
         compute: str = "fp32",
+        writers: Sequence[Writer] = (),
     ) -> None:
         self.log, self.observer, self._watch = log, observer, watch
-        self._board = open_board(tensorboard)
+        self._board = open_board(tensorboard, writers)
         self._losses = Readback()
         self._started = time.perf_counter()
         self._skips = 0
@@ -119,7 +122,9 @@ class Recorder:
         """Record the truth table after the first step of this process; the header was written before anything had run."""
         if not self._truth_recorded:
             self._truth_recorded = True
-            self.log.event("truth", truth=engine.truth().as_dict())
+            truth = engine.truth()
+            self.log.event("truth", truth=truth.as_dict())
+            self._board.text("truth", str(truth), engine.progress.attempts)
 
     def push(
         self,
