@@ -64,6 +64,17 @@ def test_the_optimizer_gets_the_gradient_of_one_process(ranks):
 
 
 @pytest.mark.slow
+def test_modules_compute_in_fp32_on_16_bit_weights(ranks):
+    """`compute_fp32` works at every stage: gradients of one process, fp32 outputs, and weights that stay 16-bit."""
+    for rank in ranks["fp32_on_16_bit_weights"]:
+        assert len(rank["far"]) == 2 * 4
+        assert max(rank["far"].values()) < 5e-3, rank["far"]
+        for setting, (weights, outputs) in rank["formats"].items():
+            assert outputs == ["torch.float32"], setting
+            assert weights == ["torch.bfloat16" if setting.startswith("bf16") else "torch.float16"], setting
+
+
+@pytest.mark.slow
 def test_scales_and_skips_are_those_of_the_deepspeed_semantics(ranks):
     """An overflow on one rank or the other: every stage follows LossScaler(semantics="deepspeed"), on all ranks."""
     for rank in ranks["overflows"]:

@@ -211,6 +211,15 @@ def test_modules_in_fp32(slow_ranks):
         assert rank["sums"][0] == rank["sums"][1]
 
 
+def test_modules_in_fp32_on_16_bit_weights(ranks):
+    """`compute_fp32`: gradients are those of one process, outputs fp32, and what is stored and gathered stays bf16."""
+    for rank in ranks["fp32_on_16_bit_weights"]:
+        assert {tuple(found) for found in rank["formats"].values()} == {("torch.float32",)}
+        assert {tuple(found) for found in rank["dtypes"].values()} == {("torch.bfloat16",)}
+        assert len(rank["far"]) == 5
+        assert max(rank["far"].values()) < 2**-6, rank["far"]  # FSDP2 rounds the gradient of each micro-batch to bf16
+
+
 @pytest.mark.slow
 def test_reductions_in_16_bits(slow_ranks):
     """The messages have 16 bits, and gradients are those of one process to 16 bits."""

@@ -171,7 +171,16 @@ def test_autocast_under_zero_reduces_in_the_policy_format():
 
 
 @pytest.mark.parametrize(
-    "text", ["fp32", "tf32", "bf16,keep_fp32=head", "fp16", "bf16-lean,residual=fp32", "bf16-lean,compute_fp32=head", "fp16-lean,loss_scale=8"]
+    "text",
+    [
+        "fp32",
+        "tf32",
+        "bf16,keep_fp32=head",
+        "fp16",
+        "bf16-lean,residual=fp32",
+        "bf16-lean,compute_fp32=head",
+        "fp16-lean,loss_scale=8",
+    ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_driven_configuration_leaves_nothing_to_deepspeed(text, stage):

@@ -194,7 +194,9 @@ def test_patterns_that_match_nothing_are_reported():
 def test_modules_that_compute_in_fp32_are_those_of_both_keys():
     """`computes_fp32` is true for either key, `keeps_fp32` for its own only."""
     policy = Policy.parse("bf16-lean,keep_fp32=*.norm,compute_fp32=lm_head")
-    assert [policy.computes_fp32(name) for name in ("blocks.0.norm", "lm_head", "lm_head.fc", "blocks.0")] == [True] * 3 + [False]
+    assert [policy.computes_fp32(name) for name in ("blocks.0.norm", "lm_head", "lm_head.fc", "blocks.0")] == [
+        True
+    ] * 3 + [False]
     assert [policy.keeps_fp32(name) for name in ("blocks.0.norm", "lm_head")] == [True, False]
 
 
@@ -392,7 +394,9 @@ def test_every_rule_can_be_broken():
 def preset_table():
     """The table of docs/policies.md, from the code."""
     header = ["preset", *KEYS[: -len(PATTERN_KEYS)]]
-    rows = [[f"`{name}`", *(getattr(preset, key) for key in KEYS[: -len(PATTERN_KEYS)])] for name, preset in PRESETS.items()]
+    rows = [
+        [f"`{name}`", *(getattr(preset, key) for key in KEYS[: -len(PATTERN_KEYS)])] for name, preset in PRESETS.items()
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 

@@ -2,8 +2,9 @@
 
 The weights stay 16-bit parameters, possibly tied with others (a head and its embedding). For the time of one forward the
 module's entries for them are fp32 tensors that autograd knows as their casts, so everything in the module, also code that
-asks for `self.weight.dtype`, sees fp32. Gradients are computed in fp32 and rounded once, by the backward of the cast. The
-copy lives from the forward to the backward of the module, as its products save it: 4 bytes for each weight.
+asks for `self.weight.dtype`, sees fp32. Gradients are computed in fp32 and rounded once, by the backward of the cast; where
+the run stores fp32 gradients for 16-bit weights they are not rounded at all (compiled code and FSDP2 round them). The copy lives from
+the forward to the backward of the module, as its products save it: 4 bytes for each weight.
 
 Not torch.func.functional_call: it calls the module with its hooks, so our forward would call itself. Torch's compiler
 traces the exchange of entries without a break.
@@ -15,6 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -35,7 +37,7 @@ def fp32_weights(module: nn.Module) -> Iterator[None]:
             for name, param in list(entries.items()):
                 if _can_copy(param):
                     if id(param) not in copies:
-                        copies[id(param)] = param.float()
+                        copies[id(param)] = _copy(param)
                     replaced.append((entries, name, param))
                     entries[name] = copies[id(param)]
             if isinstance(inner, nn.RNNBase):  # passes a list of its weights to the kernel, not its entries
@@ -47,6 +49,26 @@ def fp32_weights(module: nn.Module) -> Iterator[None]:
             entries[name] = param
         for rnn, weights in recurrent:
             rnn._flat_weights = weights  # noqa: SLF001
+
+
+def _copy(param: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or not (param.requires_grad and param.is_leaf and torch.is_grad_enabled()):
+        return param.float()
+    if getattr(param, "grad_dtype", param.dtype) is not torch.float32:
+        return param.float()
+    return _Copy.apply(param)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Copy(torch.autograd.Function):
+    """An fp32 copy of a weight with `grad_dtype` fp32, whose gradient autograd passes on without rounding it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return grad
 
 
 def _can_copy(param: Tensor | None) -> bool:
