@@ -778,7 +778,7 @@ class Outer(nn.Module):
         return self.net(x)
 
 
-@case
+@slow
 def fp32_on_16_bit_weights():
     """`compute_fp32` on a part of the root, a unit, a tied weight, and a module with units inside; and on shards of the user."""
     far, formats, dtypes = {}, {}, {}

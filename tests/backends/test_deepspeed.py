@@ -456,6 +456,7 @@ def test_policies_become_what_zero_stores():
     """Split masters become fp32 partitions; other states, no masters and 16-bit sums are rejected."""
     assert adapt_policy(Policy.parse("bf16-lean"), 2).master == "fp32"
     assert adapt_policy(Policy.parse("fp16"), 2) == Policy.parse("fp16")
+    assert adapt_policy(Policy.parse("bf16-lean,compute_fp32=head"), 2).compute_fp32 == ("head",)
     for text in ("bf16-lean,states=8bit", "bf16-lean,master=none", "bf16-lean,keep_fp32=head", "bf16-lean,grads=bf16"):
         with pytest.raises(SettingError, match="deepspeed"):
             adapt_policy(Policy.parse(text), 2)

@@ -193,7 +193,8 @@ def _outermost(model: nn.Module, is_named: Callable[[str], bool]) -> dict[str, n
 
 def fp32_row(model: nn.Module, policy: Policy) -> dict[str, str]:
     """The row of the truth table: modules that compute in fp32 by name, first those whose weights are fp32."""
-    wide, copied = [], []
+    wide: list[str] = []
+    copied: list[str] = []
     for name, module in _outermost(model, policy.computes_fp32).items():
         (copied if _has_16_bit_weights(module) else wide).append(name)
     parts = ([few(wide)] if wide else []) + ([f"{few(copied)} on copies of 16-bit weights"] if copied else [])

@@ -311,7 +311,7 @@ def test_a_checkpoint_inside_a_named_module_recomputes_in_fp32():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by its own compiler, in some versions
-@pytest.mark.parametrize("pattern", ["lm_head", "blocks.1"])
+@pytest.mark.parametrize("pattern", ["lm_head", pytest.param("blocks.1", marks=pytest.mark.slow)])
 def test_compiled_models_are_traced_without_a_break(pattern):
     """One graph, the same gradients as eager, and the parameters are in place afterwards."""
     torch._dynamo.reset()
@@ -333,7 +333,7 @@ def test_compiled_models_are_traced_without_a_break(pattern):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of torch by its own compiler
 @pytest.mark.parametrize("pattern", ["lm_head", "blocks", "blocks.0|lm_head"])
 @pytest.mark.parametrize("mode", [True, "blocks"])
 def test_the_engine_compiles_modules_on_copies(pattern, mode):
