@@ -182,13 +182,13 @@ def fp32_units(model: nn.Module, policy: Policy) -> tuple[list[nn.Module], set[T
 
 def _outermost(model: nn.Module, is_named: Callable[[str], bool]) -> dict[str, nn.Module]:
     """The modules that patterns name, without those inside another one of them."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     covered: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if is_named(name) and not (covered and name.startswith(covered)):
-            found[name] = module
+            outermost[name] = module
             covered += (f"{name}.",)
-    return found
+    return outermost
 
 
 def fp32_row(model: nn.Module, policy: Policy) -> dict[str, str]:

@@ -178,7 +178,7 @@ def test_tied_gradients_add_up_in_fp32():
             engine.backward(loss_of(engine))
         grads.append(engine.model.embed.weight.grad.clone())
     assert grads[0].dtype is FP32
-    assert torch.allclose(grads[1], 2 * grads[0], rtol=1e-5) or torch.allclose(grads[1], grads[0], rtol=1e-5)
+    assert torch.allclose(grads[1], 2 * grads[0], rtol=1e-5)  # the sum; a step divides
     assert not torch.equal(grads[0], grads[0].to(BF16).float())
 
 
@@ -449,9 +449,11 @@ def test_the_planner_counts_the_copy():
     )
 
     def peak(precision):
-        at = Estimator(job, Policy.parse(precision), options=StepOptions()).at(1).peak
-        return sum(at.breakdown.values())
+        return Estimator(job, Policy.parse(precision), options=StepOptions()).at(1).peak.breakdown
 
     copy_bytes = 4 * vocab * dim
-    extra = peak("bf16-lean,compute_fp32=lm_head") - peak("bf16-lean")
-    assert copy_bytes <= extra <= 3 * copy_bytes
+    wide, plain = peak("bf16-lean,compute_fp32=lm_head"), peak("bf16-lean")
+    assert wide["cast cache"] == copy_bytes
+    assert "cast cache" not in plain
+    assert wide["weights"] == plain["weights"]
+    assert wide["temporaries"] >= copy_bytes  # the gradient in fp32, before it is rounded

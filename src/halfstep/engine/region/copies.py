@@ -3,8 +3,8 @@
 The weights stay 16-bit parameters, possibly tied with others (a head and its embedding). For the time of one forward the
 module's entries for them are fp32 tensors that autograd knows as their casts, so everything in the module, also code that
 asks for `self.weight.dtype`, sees fp32. Gradients are computed in fp32 and rounded once, by the backward of the cast; where
-the run stores fp32 gradients for 16-bit weights they are not rounded at all (compiled code and FSDP2 round them). The copy lives from
-the forward to the backward of the module, as its products save it: 4 bytes for each weight.
+the run stores fp32 gradients for 16-bit weights they are not rounded (in compiled code, FSDP2 and ZeRO they are). The copy
+lives from the forward to the backward of the module, as its products save it: 4 bytes for each weight.
 
 Not torch.func.functional_call: it calls the module with its hooks, so our forward would call itself. Torch's compiler
 traces the exchange of entries without a break.
