@@ -134,6 +134,17 @@ def test_training_keeps_the_tie_and_the_dtypes(precision):
     assert {m.dtype for m in engine.masters().values()} == {FP32}
 
 
+def test_evaluation_computes_in_fp32_too():
+    """With the weights and with their EMA, without gradients, and the parameters are in place afterwards."""
+    engine = build("bf16-lean,compute_fp32=lm_head", ema=0.5)
+    train(engine, 2)
+    before = params_of(engine.model)
+    for ema in (False, True):
+        with engine.evaluate(ema=ema):
+            assert engine.model(TOKENS).dtype is FP32
+    assert all(params_of(engine.model)[name][0] is p for name, (p, _) in before.items())
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_with_fp32_weights_it_is_keep_fp32(precision):
     """Both keys give the same losses and weights, bit for bit."""
