@@ -69,9 +69,9 @@ def zero(stage, **settings):
     )
 
 
-def build(stage, precision, *, accumulate=1, optimizer=adamw, **settings):
+def build(stage, precision, *, accumulate=1, optimizer=adamw, model=Net, **settings):
     """An Engine on ZeRO, or with `stage` "single" on one process that sees the data of both ranks."""
-    model = Net()
+    model = model()
     if stage == "single":
         settings["backend"], accumulate = "single", accumulate * dist.get_world_size()
     else:
@@ -167,6 +167,40 @@ def first_moments():
             far[key] = [distance(own, theirs) / size for (own, _), (theirs, _), size in pairs]
             scales[key] = [scale for _, scale in seen]
     return {"far": far, "scales": scales}
+
+
+@case
+def fp32_on_16_bit_weights():
+    """`compute_fp32` on a layer and on a module around layers: gradients of one process, fp32 outputs, 16-bit weights."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x)
+
+    far, formats = {}, {}
+    for precision, pattern, model in (("bf16-lean", "head", Net), ("fp16-lean", "net", Outer)):
+        runs = {}
+        for stage in ("single", *STAGES):
+            scaler = {"scaler": halfstep.LossScaler(init_scale=2.0**6)} if precision == "fp16-lean" else {}
+            with build(stage, f"{precision},compute_fp32={pattern}", model=model,
+                       optimizer=lambda m: adamw(m, betas=(0.0, 0.0)), **scaler) as engine:  # fmt: skip
+                head = next(m for name, m in engine.model.named_modules() if name.endswith("head"))
+                seen = []
+                head.register_forward_hook(lambda _m, _, out, seen=seen: seen.append(str(out.dtype)))
+                advance(engine, batches(1))
+                formats[f"{precision} {stage}"] = (
+                    sorted({str(p.dtype) for p in engine.params.values()}),
+                    sorted(set(seen)),
+                )
+                runs[stage] = moments(engine)
+        reference = runs.pop("single")
+        largest = max(float(g.abs().max()) for g in reference.values())
+        far |= {f"{precision} {stage}": distance(own, reference) / largest for stage, own in runs.items()}
+    return {"far": far, "formats": formats}
 
 
 @case

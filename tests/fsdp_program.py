@@ -755,6 +755,59 @@ def shared_weights():
     return {"far": distance(ours.masters(), reference.masters())}
 
 
+class TiedNet(Net):
+    """The last layer has the weight of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.exit = nn.Linear(4, DIM, bias=False)
+        self.exit.weight = self.entry.weight
+
+    def forward(self, x):
+        return self.exit(x) * super().forward(x)
+
+
+class Outer(nn.Module):
+    """A module around the units."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@slow
+def fp32_on_16_bit_weights():
+    """`compute_fp32` on a part of the root, a unit, a tied weight, and a module with units inside; and on shards of the user."""
+    far, formats, dtypes = {}, {}, {}
+    for how, pattern, model, inner in (
+        ("engine", "head", Net, "head"),
+        ("user", "head", None, "head"),
+        ("engine", "blocks.0", Net, "blocks.0.up"),
+        ("engine", "exit", TiedNet, "exit"),
+        ("engine", "net", Outer, "net.blocks.1.down"),
+    ):
+        settings = {"precision": f"bf16-lean,compute_fp32={pattern}", "optimizer": "moments", "accumulate": 2}
+        reference, ours = single(**settings, model=model), Run(how, **settings, model=model)
+        seen = []
+        hook = ours.model.get_submodule(inner).register_forward_hook(
+            lambda m, _, out, seen=seen: seen.append((m.weight.dtype, out.dtype))
+        )
+        for run in (reference, ours):
+            run.window(2)
+        hook.remove()
+        name = f"{how} {pattern}"
+        formats[name] = sorted({str(out) for _, out in seen})
+        dtypes[name] = sorted(
+            {str(p.dtype) for p in ours.engine.params.values()}
+            | {str(weight) for weight, _ in seen if pattern == inner}
+        )
+        far[name] = distance(ours.moments(), reference.moments())
+    return {"far": far, "formats": formats, "dtypes": dtypes}
+
+
 def message_of(function):
     """The text of the SettingError that a function raises."""
     try:

@@ -64,6 +64,17 @@ def test_the_optimizer_gets_the_gradient_of_one_process(ranks):
 
 
 @pytest.mark.slow
+def test_modules_compute_in_fp32_on_16_bit_weights(ranks):
+    """`compute_fp32` works at every stage: gradients of one process, fp32 outputs, and weights that stay 16-bit."""
+    for rank in ranks["fp32_on_16_bit_weights"]:
+        assert len(rank["far"]) == 2 * 4
+        assert max(rank["far"].values()) < 5e-3, rank["far"]
+        for setting, (weights, outputs) in rank["formats"].items():
+            assert outputs == ["torch.float32"], setting
+            assert weights == ["torch.bfloat16" if setting.startswith("bf16") else "torch.float16"], setting
+
+
+@pytest.mark.slow
 def test_scales_and_skips_are_those_of_the_deepspeed_semantics(ranks):
     """An overflow on one rank or the other: every stage follows LossScaler(semantics="deepspeed"), on all ranks."""
     for rank in ranks["overflows"]:
@@ -445,6 +456,7 @@ def test_policies_become_what_zero_stores():
     """Split masters become fp32 partitions; other states, no masters and 16-bit sums are rejected."""
     assert adapt_policy(Policy.parse("bf16-lean"), 2).master == "fp32"
     assert adapt_policy(Policy.parse("fp16"), 2) == Policy.parse("fp16")
+    assert adapt_policy(Policy.parse("bf16-lean,compute_fp32=head"), 2).compute_fp32 == ("head",)
     for text in ("bf16-lean,states=8bit", "bf16-lean,master=none", "bf16-lean,keep_fp32=head", "bf16-lean,grads=bf16"):
         with pytest.raises(SettingError, match="deepspeed"):
             adapt_policy(Policy.parse(text), 2)

@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[1] / "fsdp_program.py"
 SLOW = (
     "every_optimizer_in_every_preset", "checkpoints_move_between_one_process_and_shards", "meshes_of_fully_shard", "sixteen_bit_reductions",
     "recomputed_blocks", "several_modules", "modules_in_fp32", "shared_weights", "forwards_between_training_steps",
-    "dropped_windows_leave_nothing", "compiled_models",
+    "dropped_windows_leave_nothing", "compiled_models", "fp32_on_16_bit_weights",
 )  # fmt: skip
 
 
@@ -209,6 +209,16 @@ def test_modules_in_fp32(slow_ranks):
         assert rank["kinds"]["head.weight"] == ["torch.float32", True]
         assert rank["kinds"]["blocks.0.up.weight"] == ["torch.bfloat16", True]
         assert rank["sums"][0] == rank["sums"][1]
+
+
+@pytest.mark.slow
+def test_modules_in_fp32_on_16_bit_weights(slow_ranks):
+    """`compute_fp32`: gradients are those of one process, outputs fp32, and what is stored and gathered stays bf16."""
+    for rank in slow_ranks["fp32_on_16_bit_weights"]:
+        assert {tuple(found) for found in rank["formats"].values()} == {("torch.float32",)}
+        assert {tuple(found) for found in rank["dtypes"].values()} == {("torch.bfloat16",)}
+        assert len(rank["far"]) == 5
+        assert max(rank["far"].values()) < 2**-6, rank["far"]  # FSDP2 rounds the gradient of each micro-batch to bf16
 
 
 @pytest.mark.slow

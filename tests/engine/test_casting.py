@@ -404,7 +404,10 @@ def by_torch_save(model):
     [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), by_torch_save],
     ids=["deepcopy", "pickle", "torch.save"],
 )
-@pytest.mark.parametrize("precision", ["bf16,keep_fp32=head", "bf16-lean", "fp16-lean,keep_fp32=head|norm"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16,keep_fp32=head", "bf16-lean", "fp16-lean,keep_fp32=head|norm", "bf16-lean,compute_fp32=body|head"],
+)
 def test_a_copy_of_a_wrapped_model_uses_its_own_weights(clone, precision):
     """Copies work like the original, keep their fp32 modules, and follow their own weights."""
     model, _ = net(precision)

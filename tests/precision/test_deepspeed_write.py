@@ -51,7 +51,7 @@ scales = st.one_of(
 policies = (
     st.fixed_dictionaries(
         {key: st.sampled_from(values) for key, values in VALUES.items() if key != "params"}
-        | {"loss_scale": scales, "keep_fp32": st.just(())}
+        | {"loss_scale": scales, "keep_fp32": st.just(()), "compute_fp32": st.just(())}
     )
     .flatmap(lambda fields: st.sampled_from(VALUES["params"]).map(lambda params: fields | {"params": params}))
     .map(valid_policy)
@@ -118,6 +118,7 @@ REJECTED = [
     ("tf32", {}, "TF32 is a switch of the process"),
     ("fp8", {}, "no fp8 mode"),
     ("bf16,keep_fp32=head", {}, "is for buffers only"),
+    ("bf16-lean,compute_fp32=head", {}, "no key makes single modules compute in fp32"),
     ("bf16-lean,residual=fp32", {}, "residual stream"),
     ("bf16-lean,states=8bit", {}, "no 8-bit moments"),
     ("bf16-lean,states=bf16", {}, "bf16_optimizer_states needs"),
@@ -170,7 +171,16 @@ def test_autocast_under_zero_reduces_in_the_policy_format():
 
 
 @pytest.mark.parametrize(
-    "text", ["fp32", "tf32", "bf16,keep_fp32=head", "fp16", "bf16-lean,residual=fp32", "fp16-lean,loss_scale=8"]
+    "text",
+    [
+        "fp32",
+        "tf32",
+        "bf16,keep_fp32=head",
+        "fp16",
+        "bf16-lean,residual=fp32",
+        "bf16-lean,compute_fp32=head",
+        "fp16-lean,loss_scale=8",
+    ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_driven_configuration_leaves_nothing_to_deepspeed(text, stage):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.precision import policy as policy_module
 from halfstep.precision.loss_scale import SEMANTICS, LossScale
-from halfstep.precision.policy import KEYS, PRESETS, VALUES, Policy, parse_with_notes
+from halfstep.precision.policy import KEYS, PATTERN_KEYS, PRESETS, VALUES, Policy, parse_with_notes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
 
@@ -36,11 +36,13 @@ def loss_scales(draw):
 
 names = st.text(string.ascii_letters + string.digits + "_", min_size=1, max_size=6)
 patterns = st.lists(st.one_of(names, st.just("a[bc]")), min_size=1, max_size=3).map(".".join)
+pattern_lists = st.lists(st.one_of(patterns, patterns.map("*.".__add__)), max_size=3).map(tuple)
 any_fields = st.fixed_dictionaries(
     {key: st.sampled_from(values) for key, values in VALUES.items()}
     | {
         "loss_scale": loss_scales(),
-        "keep_fp32": st.lists(st.one_of(patterns, patterns.map("*.".__add__)), max_size=3).map(tuple),
+        "keep_fp32": pattern_lists,
+        "compute_fp32": pattern_lists,
     }
 )
 pairs = [("fp32", c) for c in ("fp32", "tf32", "bf16", "fp16")] + [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8")]
@@ -52,6 +54,7 @@ def policies(draw):
     params, compute = draw(st.sampled_from(pairs))
     plain, fp16 = params == "fp32", compute == "fp16"
     fields = draw(any_fields)
+    kept = () if compute in {"fp32", "tf32"} else fields["keep_fp32"]
     return Policy(
         params=params,
         compute=compute,
@@ -60,7 +63,8 @@ def policies(draw):
         states=fields["states"],
         reduce=draw(st.sampled_from(["fp32", "bf16", "fp16"] if fp16 else ["fp32", "bf16"])),
         loss_scale=draw(loss_scales().filter(lambda s: s != "none")) if fp16 else "none",
-        keep_fp32=() if compute in {"fp32", "tf32"} else fields["keep_fp32"],
+        keep_fp32=kept,
+        compute_fp32=() if compute in {"fp32", "tf32"} else [p for p in fields["compute_fp32"] if p not in kept],
     )
 
 
@@ -183,6 +187,17 @@ def test_patterns_that_match_nothing_are_reported():
     """The patterns that cover no module are known by name."""
     policy = Policy.parse("bf16,keep_fp32=head|*.norm|tail")
     assert policy.unused_patterns(["", "head", "blocks.0.norm"]) == ("tail",)
+    policy = Policy.parse("bf16,keep_fp32=tail,compute_fp32=head|neck")
+    assert policy.unused_patterns(["", "head", "tail"], "compute_fp32") == ("neck",)
+
+
+def test_modules_that_compute_in_fp32_are_those_of_both_keys():
+    """`computes_fp32` is true for either key, `keeps_fp32` for its own only."""
+    policy = Policy.parse("bf16-lean,keep_fp32=*.norm,compute_fp32=lm_head")
+    assert [policy.computes_fp32(name) for name in ("blocks.0.norm", "lm_head", "lm_head.fc", "blocks.0")] == [
+        True
+    ] * 3 + [False]
+    assert [policy.keeps_fp32(name) for name in ("blocks.0.norm", "lm_head")] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +236,9 @@ REJECTED = [
     ("fp32,reduce=fp16", "reduce=fp32 or reduce=bf16"),
     ("fp32,keep_fp32=head", "no effect with compute=fp32"),
     ("tf32,keep_fp32=head", "one switch for the whole process"),
+    ("fp32,compute_fp32=head", "no effect with compute=fp32"),
+    ("tf32,compute_fp32=head", "one switch for the whole process"),
+    ("bf16-lean,keep_fp32=a|head,compute_fp32=b|head", "have a pattern in common"),
     ("fp16,compute=fp8,loss_scale=none", "built on bf16 weights"),
     ("fp8,params=fp32,master=weights", "built on bf16 weights"),
     ("bf16,stats=8bit", "Did you mean 'states'"),
@@ -248,6 +266,9 @@ REJECTED = [
     ("bf16,keep_fp32=a(b)", "blank, comma or parenthesis"),
     ("bf16,keep_fp32=.norm", "Drop the extra dot"),
     ("bf16,keep_fp32=*", "Use the preset fp32"),
+    ("bf16,compute_fp32=**", "makes every module compute in fp32"),
+    ("bf16,compute_fp32=|", "compute_fp32 has an empty pattern"),
+    ("bf16,compute_fp32=norm.", "compute_fp32 pattern 'norm.' matches no module"),
     ("auto", "halfstep.choose()"),
     ("AUTO,states=8bit", 'precision="auto"'),
     ("64-true", "no fp64"),
@@ -274,6 +295,8 @@ ACCEPTED = [
     "fp32,states=8bit",
     "bf16,grads=fp32",
     "fp8,keep_fp32=head",
+    "bf16,compute_fp32=head",
+    "bf16-lean,keep_fp32=*.norm,compute_fp32=decoder.*|lm_head",
 ]
 
 
@@ -292,9 +315,10 @@ def test_precision_that_is_no_text_is_rejected(value):
 
 @pytest.mark.parametrize("value", [3, [1, 2], None, {"a": 1}])
 def test_patterns_that_are_no_names_are_rejected(value):
-    """`keep_fp32` takes names only."""
-    with pytest.raises(SettingError, match="not a list of module name patterns"):
-        Policy(compute="bf16", keep_fp32=value)
+    """`keep_fp32` and `compute_fp32` take names only."""
+    for key in PATTERN_KEYS:
+        with pytest.raises(SettingError, match=f"{key}=.* is not a list of module name patterns"):
+            Policy(compute="bf16", **{key: value})
 
 
 FOREIGN = {
@@ -359,7 +383,7 @@ def test_every_rule_can_be_broken():
     """No rule of the table is dead: each is the one that rejects some combination."""
     first = set()
     scales, patterns = ("none", "dynamic"), ((), ("head",))
-    for values in itertools.product(*VALUES.values(), scales, patterns):
+    for values in itertools.product(*VALUES.values(), scales, patterns, patterns):
         broken = object.__new__(Policy)
         for key, value in zip(KEYS, values, strict=True):
             object.__setattr__(broken, key, value)
@@ -369,8 +393,10 @@ def test_every_rule_can_be_broken():
 
 def preset_table():
     """The table of docs/policies.md, from the code."""
-    header = ["preset", *KEYS[:-1]]
-    rows = [[f"`{name}`", *(getattr(preset, key) for key in KEYS[:-1])] for name, preset in PRESETS.items()]
+    header = ["preset", *KEYS[: -len(PATTERN_KEYS)]]
+    rows = [
+        [f"`{name}`", *(getattr(preset, key) for key in KEYS[: -len(PATTERN_KEYS)])] for name, preset in PRESETS.items()
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 

@@ -84,7 +84,7 @@ def why_fp32(op: str, phase: str = "") -> str:
     if phase == "step" or any(part in plain for part in _STEP):
         return "the update is computed in fp32; in 16 bits, updates below half an ulp of the weight would be lost"
     if is_product(op):
-        return "its inputs are fp32: it runs outside the 16-bit region, or keep_fp32 excludes this module"
+        return "its inputs are fp32: it runs outside the 16-bit region, or keep_fp32 or compute_fp32 names its module"
     if any(part in plain for part in _REDUCTIONS):
         return "losses, softmax, norms and long sums stay in fp32, because 16-bit sums stop growing"
     return "its inputs are fp32, and autocast casts only matrix products and convolutions"

@@ -6,8 +6,8 @@ masters. Parameters stay the same objects, so optimizers, schedulers and hooks t
 modules that the policy names stay in fp32, and so does batch-norm, whose running averages move by steps that 16 bits
 would lose.
 
-An fp32 module gets its inputs in fp32 and runs with autocast off. What else stays in fp32 is decided by operation, not by
-module: `region/`.
+An fp32 module gets its inputs in fp32 and runs with autocast off. One of `compute_fp32` does so on fp32 copies of its 16-bit
+weights (`region/copies.py`). What else stays in fp32 is decided by operation, not by module: `region/`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.members import Members
-from halfstep.engine.region import upcast
+from halfstep.engine.region import fp32_weights, upcast
 from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
@@ -31,7 +31,7 @@ from halfstep.kernels.split import split
 from halfstep.optim.shards import local, set_data
 from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
-from halfstep.precision.policy import Policy
+from halfstep.precision.policy import PATTERN_KEYS, Policy
 
 __all__ = [
     "bind_forward",
@@ -40,6 +40,7 @@ __all__ = [
     "check_patterns",
     "check_range",
     "fp32_buffers",
+    "fp32_row",
     "fp32_units",
     "sum_gradients_in_fp32",
     "unbind_forward",
@@ -164,7 +165,7 @@ def fp32_buffers(model: nn.Module, policy: Policy) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
-        if not isinstance(module, _BATCH_NORMS) and not policy.keeps_fp32(prefix)
+        if not isinstance(module, _BATCH_NORMS) and not policy.computes_fp32(prefix)
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype is torch.float32 and buffer.dim() > 0
     }
@@ -174,38 +175,64 @@ def fp32_units(model: nn.Module, policy: Policy) -> tuple[list[nn.Module], set[T
     """The modules that `keep_fp32` names among 16-bit ones, the outermost, and the parameters of batch norms; a sharding backend asks."""
     if policy.params == "fp32":
         return [], set()
-    named: dict[nn.Module, None] = {}
-    covered: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if policy.keeps_fp32(name) and not (covered and name.startswith(covered)):
-            named[module] = None
-            covered += (f"{name}.",)
+    named = _outermost(model, policy.keeps_fp32).values()
     norms: set[Tensor] = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters()}
     return [module for module in named if any(True for _ in module.parameters())], norms
 
 
+def _outermost(model: nn.Module, is_named: Callable[[str], bool]) -> dict[str, nn.Module]:
+    """The modules that patterns name, without those inside another one of them."""
+    outermost: dict[str, nn.Module] = {}
+    covered: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if is_named(name) and not (covered and name.startswith(covered)):
+            outermost[name] = module
+            covered += (f"{name}.",)
+    return outermost
+
+
+def fp32_row(model: nn.Module, policy: Policy) -> dict[str, str]:
+    """The row of the truth table: modules that compute in fp32 by name, first those whose weights are fp32."""
+    wide: list[str] = []
+    copied: list[str] = []
+    for name, module in _outermost(model, policy.computes_fp32).items():
+        (copied if _has_16_bit_weights(module) else wide).append(name)
+    parts = ([few(wide)] if wide else []) + ([f"{few(copied)} on copies of 16-bit weights"] if copied else [])
+    return {"modules in fp32": "; ".join(parts)} if parts else {}
+
+
 def check_patterns(model: nn.Module, policy: Policy) -> None:
-    """Raise for a pattern of `keep_fp32` that matches no module."""
-    every = list(model.named_modules(remove_duplicate=False))
-    unused = policy.unused_patterns([name for name, _ in every])
+    """Raise for a pattern of `keep_fp32` or `compute_fp32` that has no effect on a model."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for key in PATTERN_KEYS:
+        unused = policy.unused_patterns(names, key)
+        if unused:
+            raise SettingError(
+                f"{key}={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
+                f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
+            )
+    unused = policy.unused_patterns([name for name in names if not policy.keeps_fp32(name)], "compute_fp32")
     if unused:
         raise SettingError(
-            f"keep_fp32={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
-            f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
+            f"compute_fp32={'|'.join(unused)} has no effect: keep_fp32={'|'.join(policy.keep_fp32)} covers the same modules, whose "
+            "weights and compute are fp32. Remove one of the two."
         )
 
 
 def wrap_forwards(model: nn.Module, policy: Policy) -> None:
-    """Make the modules of `keep_fp32` compute in fp32."""
+    """Make the modules of `keep_fp32` and `compute_fp32` compute in fp32; their weights have been cast before."""
     check_patterns(model, policy)
     every = list(model.named_modules(remove_duplicate=False))
     covered: tuple[str, ...] = ()
-    fp32_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
+    fp32_ids = {id(m) for name, m in every if policy.computes_fp32(name)}
     for name, module in every:
-        if (covered and name.startswith(covered)) or _WRAPPED in vars(module):
+        if id(module) not in fp32_ids or _WRAPPED in vars(module):
             continue
-        if id(module) in fp32_ids or policy.keeps_fp32(name):
-            bind_forward(module, _forward_in_fp32, _WRAPPED)
+        # Of nested modules the outermost is enough, unless weights are copied: backward may run an inner one again, alone
+        # (activation checkpointing), and a sharding backend gathers its weights only then.
+        copies = _has_16_bit_weights(module)
+        if copies or not (covered and name.startswith(covered)):
+            bind_forward(module, _forward_on_copies if copies else _forward_in_fp32, _WRAPPED)
             covered += (f"{name}.",)
 
 
@@ -284,6 +311,16 @@ def _device_type(args: Any, kwargs: Any) -> str:
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(_device_type(args, kwargs), enabled=False):
         return _call(self, upcast(args), upcast(kwargs))
+
+
+def _forward_on_copies(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(_device_type(args, kwargs), enabled=False), fp32_weights(self):
+        return _call(self, upcast(args), upcast(kwargs))
+
+
+def _has_16_bit_weights(module: nn.Module) -> bool:
+    params = (local(p) for p in module.parameters())
+    return any(p.dtype in DTYPES_16_BIT and unsupported_kind(p) is None for p in params)
 
 
 def sum_gradients_in_fp32(params: Iterable[Tensor], policy: Policy) -> None:

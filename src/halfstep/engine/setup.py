@@ -30,6 +30,7 @@ from halfstep.engine.casting import (
     check_castable,
     check_patterns,
     fp32_buffers,
+    fp32_row,
     fp32_units,
     sum_gradients_in_fp32,
     uncast_forwards,
@@ -159,7 +160,7 @@ def prepare_run(
     if backend is not None and exchanging_of(stepped) is not None:
         context = backend.context()
         join_ranks(stepped, policy.compute, context.process_group if context.world_size > 1 else None, undo)
-    rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy)
+    rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy) | fp32_row(module, policy)
     return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
 
 

@@ -51,6 +51,8 @@ class _Formats(Protocol):
     @property
     def keep_fp32(self) -> tuple[str, ...]: ...
     @property
+    def compute_fp32(self) -> tuple[str, ...]: ...
+    @property
     def scaling(self) -> LossScale: ...
 
     def grads_format(self, accumulate: int = 1) -> str:
@@ -231,6 +233,11 @@ _LIMITS = (
         lambda r: bool(r.policy.keep_fp32),
         "keep_fp32={p.keep_fp32}: DeepSpeed casts every weight (data_types.keep_in_fp32_modules is for buffers only). "
         "Omit it, or use backend='ddp' or 'fsdp'.",
+    ),
+    _Limit(
+        lambda r: bool(r.policy.compute_fp32),
+        "compute_fp32={p.compute_fp32}: no key makes single modules compute in fp32. Omit it, or let Halfstep's Engine drive: "
+        "backend='deepspeed', 'ddp' or 'fsdp'.",
     ),
     _Limit(
         lambda r: r.policy.residual == "fp32",

@@ -1,6 +1,6 @@
 """A precision policy: which number format is used where, as one frozen value that prints and parses.
 
-Nine fields are all a training step needs to know about precision:
+Ten fields are all a training step needs to know about precision:
 
     params       storage of the weights                     fp32 bf16 fp16
     compute      matmuls and convolutions                   fp32 tf32 bf16 fp16 fp8
@@ -10,7 +10,9 @@ Nine fields are all a training step needs to know about precision:
     reduce       reduction of gradients over ranks          fp32 bf16 fp16
     residual     what enters a repeated block               compute fp32
     loss_scale   how the loss is scaled                     the text of `halfstep.LossScale`
-    keep_fp32    modules that compute in fp32 anyway        patterns over module names
+    keep_fp32    modules whose weights and compute are fp32 patterns over module names
+    compute_fp32 modules that compute in fp32, on weights   patterns over module names
+                 stored as `params` says
 
 The text form is `PRESET[,key=value...]`, for example `bf16-lean,states=8bit,keep_fp32=head|*.norm`. The
 printed form starts from the preset that leaves the fewest keys to write. Combinations that cannot work,
@@ -22,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ from halfstep.precision.deepspeed_write import Driver, write_config
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.names import FOREIGN, REJECTED, fold
+from halfstep.precision.patterns import canonical_patterns, covers
 
-__all__ = ["PRESETS", "VALUES", "DeepSpeedReading", "Policy", "parse_with_notes", "read_deepspeed"]
+__all__ = ["PATTERN_KEYS", "PRESETS", "VALUES", "DeepSpeedReading", "Policy", "parse_with_notes", "read_deepspeed"]
 
 VALUES: dict[str, tuple[str, ...]] = {
     "params": ("fp32", "bf16", "fp16"),
@@ -45,16 +47,17 @@ VALUES: dict[str, tuple[str, ...]] = {
     "reduce": ("fp32", "bf16", "fp16"),
     "residual": ("compute", "fp32"),
 }
-KEYS = (*VALUES, "loss_scale", "keep_fp32")
+PATTERN_KEYS = ("keep_fp32", "compute_fp32")
+KEYS = (*VALUES, "loss_scale", *PATTERN_KEYS)
 
 
 @dataclass(frozen=True)
 class Policy:
     """Which number format a training run uses where.
 
-    Every field but `keep_fp32` is a plain string in canonical spelling. The constructor also accepts torch's
-    dtypes and their names (`torch.bfloat16`, "float16"), a number or a `LossScale` for `loss_scale`, and a list or
-    a "head|*.norm" string for `keep_fp32`; it sorts the patterns and drops repeated ones.
+    Every field but `keep_fp32` and `compute_fp32` is a plain string in canonical spelling. The constructor also accepts
+    torch's dtypes and their names (`torch.bfloat16`, "float16"), a number or a `LossScale` for `loss_scale`, and a list
+    or a "head|*.norm" string for the patterns, which it sorts without repeats.
 
     `grads="auto"` is the weights' dtype when each step has one micro-batch, and fp32 when gradients are
     accumulated. `master="weights"`: the weights are fp32 and need no copy. `residual="fp32"`: the residual stream of a
@@ -70,13 +73,15 @@ class Policy:
     residual: str = "compute"
     loss_scale: str = "none"
     keep_fp32: tuple[str, ...] = ()
+    compute_fp32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # object.__setattr__ because the value is frozen for everyone but its constructor.
         for key in VALUES:
             object.__setattr__(self, key, _canonical_value(key, getattr(self, key)))
         object.__setattr__(self, "loss_scale", _canonical_loss_scale(self.loss_scale))
-        object.__setattr__(self, "keep_fp32", _canonical_patterns(self.keep_fp32))
+        for key in PATTERN_KEYS:
+            object.__setattr__(self, key, canonical_patterns(key, getattr(self, key)))
         for rule in _RULES:
             if rule.applies(self):
                 raise SettingError(rule.message.format(p=self))
@@ -102,7 +107,7 @@ class Policy:
         return self.params != "fp32" and self.grads_format(accumulate) == "fp32"
 
     def keeps_fp32(self, module_name: str) -> bool:
-        """Whether a module computes in fp32 regardless of `compute`, by its dotted name in `named_modules()`.
+        """Whether a module's weights are fp32 and it computes in fp32, by its dotted name in `named_modules()`.
 
         A pattern is matched against the whole dotted name, case-sensitively, as a glob: `*` matches any
         characters, dots included, `?` for one, `[ab]` for one of a set. A pattern that matches a module covers
@@ -110,12 +115,16 @@ class Policy:
         `blocks.0.norm` and `encoder.layers.3.norm`, but not a top-level `norm`. The root module, whose name is
         empty, is matched by nothing.
         """
-        return any(_covers(pattern, module_name) for pattern in self.keep_fp32)
+        return any(covers(pattern, module_name) for pattern in self.keep_fp32)
 
-    def unused_patterns(self, module_names: Iterable[str]) -> tuple[str, ...]:
-        """The patterns of `keep_fp32` that cover none of these modules, and so have no effect."""
+    def computes_fp32(self, module_name: str) -> bool:
+        """Whether a module computes in fp32 regardless of `compute`: `keep_fp32` or `compute_fp32` names it."""
+        return self.keeps_fp32(module_name) or any(covers(pattern, module_name) for pattern in self.compute_fp32)
+
+    def unused_patterns(self, module_names: Iterable[str], key: str = "keep_fp32") -> tuple[str, ...]:
+        """The patterns of a key that cover none of these modules, and so have no effect."""
         names = list(module_names)
-        return tuple(p for p in self.keep_fp32 if not any(_covers(p, name) for name in names))
+        return tuple(p for p in getattr(self, key) if not any(covers(p, name) for name in names))
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -255,41 +264,9 @@ def _canonical_loss_scale(value: object) -> str:
     return str(LossScale.parse(text.strip().casefold()))
 
 
-def _canonical_patterns(value: object) -> tuple[str, ...]:
-    parts = (value,) if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple | set | frozenset) or not all(isinstance(p, str) for p in parts):
-        raise SettingError(f"keep_fp32={value!r} is not a list of module name patterns, such as ['head', '*.norm'].")
-    patterns = {pattern.strip() for part in parts for pattern in part.split("|")}
-    for pattern in patterns:
-        _check_pattern(pattern)
-    return tuple(sorted(patterns))
-
-
-def _check_pattern(pattern: str) -> None:
-    if not pattern:
-        raise SettingError("keep_fp32 has an empty pattern; name a module, such as keep_fp32=head, or omit it.")
-    if not pattern.isprintable() or set(pattern) & set(" ,()"):
-        raise SettingError(
-            f"keep_fp32 pattern {pattern!r} has a blank, comma or parenthesis, which the text of a policy cannot contain."
-        )
-    if "" in pattern.split("."):
-        raise SettingError(
-            f"keep_fp32 pattern {pattern!r} matches no module: names look like blocks.0.norm. Drop the extra dot."
-        )
-    if not pattern.strip("*"):
-        raise SettingError(
-            f"keep_fp32={pattern} keeps every module in fp32, so compute has no effect. Use the preset fp32."
-        )
-
-
-def _covers(pattern: str, module_name: str) -> bool:
-    parts = module_name.split(".")
-    return bool(module_name) and any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
-
-
 def _differences(policy: Policy, preset: Policy) -> list[str]:
     changed = ((key, getattr(policy, key)) for key in KEYS if getattr(policy, key) != getattr(preset, key))
-    return [f"{key}={'|'.join(value) if key == 'keep_fp32' else value}" for key, value in changed]
+    return [f"{key}={'|'.join(value) if key in PATTERN_KEYS else value}" for key, value in changed]
 
 
 _LOGGED: set[str] = set()
@@ -369,6 +346,16 @@ _RULES = (
         lambda p: bool(p.keep_fp32) and p.compute in {"fp32", "tf32"},
         "keep_fp32={p.keep_fp32} has no effect with compute={p.compute}: every module computes in fp32 already (TF32 "
         "is one switch for the whole process). Omit it, or use a 16-bit preset.",
+    ),
+    _Rule(
+        lambda p: bool(p.compute_fp32) and p.compute in {"fp32", "tf32"},
+        "compute_fp32={p.compute_fp32} has no effect with compute={p.compute}: every module computes in fp32 already (TF32 "
+        "is one switch for the whole process). Omit it, or use a 16-bit preset.",
+    ),
+    _Rule(
+        lambda p: not set(p.keep_fp32).isdisjoint(p.compute_fp32),
+        "keep_fp32={p.keep_fp32} and compute_fp32={p.compute_fp32} have a pattern in common: its modules have fp32 weights or "
+        "weights stored as params, not both. Leave it in one of them.",
     ),
 )
 

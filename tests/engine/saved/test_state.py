@@ -37,10 +37,17 @@ def test_averages_fit_a_model_with_other_wrappers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("bf16-lean,keep_fp32=head", "bf16-lean"), ("bf16-lean", "bf16-lean,keep_fp32=embed|head")]
+    ("source", "target"),
+    [
+        ("bf16-lean,keep_fp32=head", "bf16-lean"),
+        ("bf16-lean", "bf16-lean,keep_fp32=embed|head"),
+        ("bf16-lean,compute_fp32=head", "bf16-lean"),
+        ("bf16-lean,keep_fp32=head", "bf16-lean,compute_fp32=head"),
+        ("fp32", "bf16-lean,compute_fp32=head"),
+    ],
 )
 def test_a_run_continues_with_other_modules_in_fp32(source, target, tmp_path):
-    """keep_fp32 may change between saving and loading, and the masters stay the same numbers."""
+    """keep_fp32 and compute_fp32 may change between saving and loading, and the masters stay the same numbers."""
     engine, other = trained(Tied(), source), trained(Tied(), target, steps=0)
     other.load(engine.save(tmp_path / "saved"))
     assert all(torch.equal(other.masters()[name], master) for name, master in engine.masters().items())

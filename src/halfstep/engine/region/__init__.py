@@ -2,10 +2,12 @@
 
 from halfstep.engine.region.block import compute_region, recomputing
 from halfstep.engine.region.casts import upcast
+from halfstep.engine.region.copies import fp32_weights
 from halfstep.engine.region.kernels import has_kernel, install, operations_of, overloads, reinstall
 
 __all__ = [
     "compute_region",
+    "fp32_weights",
     "has_kernel",
     "install",
     "operations_of",
