@@ -92,8 +92,8 @@ EXPERIMENTS = _table(
     ("spacing", "formats:spacing", "bf16 is 8 times coarser than fp16: 1.002 is 1 in bf16."),
     ("long-sum", "formats:long_sum", "A running sum of ones stops at 256 in bf16 and at 2048 in fp16."),
     (
-        "seed-loop",
-        "loops:seed_loop",
+        "lesson-loop",
+        "loops:lesson_loop",
         "Under autocast with a GradScaler, weights and gradients stay fp32, products run in fp16, and the loss falls.",
     ),
     (
@@ -112,7 +112,11 @@ EXPERIMENTS = _table(
         "failures:standing_still",
         "Underflow in fp16 gives gradients of zero and a loss that stands still, not NaN.",
     ),
-    ("overflow-nan", "failures:overflow", "NaN losses in fp16 come from overflow, in the forward pass or of the weights."),
+    (
+        "overflow-nan",
+        "failures:overflow",
+        "NaN losses in fp16 come from overflow, in the forward pass or of the weights.",
+    ),
     (
         "lost-updates",
         "failures:lost_updates",
@@ -143,7 +147,11 @@ EXPERIMENTS = _table(
         "clipping:order",
         "Clipping before unscale_ clips the true gradient at max_norm / scale.",
     ),
-    ("skipped-clip", "clipping:non_finite", "Clipping an inf gradient makes it NaN: clipping is no protection against overflow."),
+    (
+        "skipped-clip",
+        "clipping:non_finite",
+        "Clipping an inf gradient makes it NaN: clipping is no protection against overflow.",
+    ),
     (
         "validation",
         "validation:validate",

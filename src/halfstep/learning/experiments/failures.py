@@ -44,7 +44,7 @@ def _train_small_targets(dtype: torch.dtype | None, *, scaled: bool = False) -> 
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             output = model(x)
         loss = F.mse_loss(output.float(), y)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         grads = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
         if step == 0:
             zero_share = float((grads == 0).float().mean())
@@ -57,9 +57,7 @@ def _train_small_targets(dtype: torch.dtype | None, *, scaled: bool = False) -> 
 def _readings(name: str, run: _Run) -> tuple[Reading, ...]:
     return (
         Reading(f"{name}: gradients that are 0", run.zero_share, f"{run.zero_share:.1%}"),
-        Reading(
-            f"{name}: loss, {_STEPS} steps", run.losses[-1], f"{run.losses[0]:.3e} -> {run.losses[-1]:.3e}"
-        ),
+        Reading(f"{name}: loss, {_STEPS} steps", run.losses[-1], f"{run.losses[0]:.3e} -> {run.losses[-1]:.3e}"),
     )
 
 
@@ -106,10 +104,12 @@ def overflow() -> Outcome:
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         activations = (x.to(dtype) * x.to(dtype)).float()  # 90000 each
         losses[name] = float((activations - activations.mean(dim=1, keepdim=True)).square().mean())
-    readings = tuple(Reading(f"{name}: loss with activations of 90000", str(value), f"{value:g}") for name, value in losses.items())
+    readings = tuple(
+        Reading(f"{name}: loss with activations of 90000", str(value), f"{value:g}") for name, value in losses.items()
+    )
     return Outcome(
         readings,
-        losses["fp16"] != losses["fp16"] and losses["bf16"] == losses["fp32"] == 0.0,  # noqa: PLR0124
+        losses["fp16"] != losses["fp16"] and losses["bf16"] == losses["fp32"] == 0.0,
         "300 * 300 is inf in fp16, and inf - inf is NaN. No loss scale helps, because the loss scale changes only the backward "
         "pass: use bf16, or compute that layer in fp32.",
     )
@@ -131,7 +131,9 @@ def lost_updates() -> Outcome:
             loss = _step(model, optimizer, engine, x, y)
         moved[name] = float((model.weight.detach().float() != 1).float().mean())
         losses[name] = loss
-    readings = [Reading(f"{name}: weights that changed in 100 steps", share, f"{share:.0%}") for name, share in moved.items()]
+    readings = [
+        Reading(f"{name}: weights that changed in 100 steps", share, f"{share:.0%}") for name, share in moved.items()
+    ]
     readings += [Reading(f"{name}: last loss", loss, f"{loss:.4f}") for name, loss in losses.items()]
     frozen = losses["bf16 without master"]
     return Outcome(
@@ -157,6 +159,6 @@ def _step(
     optimizer.zero_grad()
     weight = next(model.parameters())
     loss = F.mse_loss(model(x.to(weight.dtype)).float(), y)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return float(loss.detach())

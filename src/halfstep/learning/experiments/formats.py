@@ -31,7 +31,9 @@ def value_range() -> Outcome:
     ]
     largest = float(torch.finfo(torch.float16).max)
     readings.append(Reading("largest fp16 value, by torch", largest, f"{largest:.0f}"))
-    holds = stored["fp16"] == (float("inf"), 0.0) and all(0 < low and high < 1e5 for high, low in (stored["bf16"], stored["fp32"]))
+    holds = stored["fp16"] == (float("inf"), 0.0) and all(
+        low > 0 and high < 1e5 for high, low in (stored["bf16"], stored["fp32"])
+    )
     return Outcome(
         tuple(readings),
         holds and largest == FP16.max,
@@ -54,7 +56,7 @@ def spacing() -> Outcome:
     return Outcome(
         tuple(readings),
         holds and ratio == 8,
-        "The seed's table has this right: bf16 trades precision for range. An update of 0.2 % of a weight is lost in bf16, one of "
+        "As the lesson's table has it, bf16 trades precision for range. An update of 0.2 % of a weight is lost in bf16, one of "
         "0.02 % also in fp16. fp32 keeps both: weights are updated there.",
     )
 
@@ -67,7 +69,9 @@ def long_sum() -> Outcome:
         for _ in range(num_ones):
             total += one
         sums[name] = float(total)
-    readings = tuple(Reading(f"sum of {num_ones} ones in {name}", value, f"{value:.0f}") for name, value in sums.items())
+    readings = tuple(
+        Reading(f"sum of {num_ones} ones in {name}", value, f"{value:.0f}") for name, value in sums.items()
+    )
     return Outcome(
         readings,
         sums == {"fp16": 2048.0, "bf16": 256.0, "fp32": float(num_ones)},

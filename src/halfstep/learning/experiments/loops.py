@@ -13,7 +13,7 @@ from halfstep.precision.formats import format_name
 from halfstep.precision.loss_scale import LossScale
 from halfstep.scaling.scaler import LossScaler
 
-__all__ = ["missing_update", "scale_defaults", "seed_loop", "skipped_step"]
+__all__ = ["lesson_loop", "missing_update", "scale_defaults", "skipped_step"]
 
 
 def _classifier() -> tuple[nn.Module, Tensor, Tensor]:
@@ -23,8 +23,8 @@ def _classifier() -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), x, y
 
 
-def seed_loop() -> Outcome:
-    """The seed's loop on the CPU: dtypes of everything in it, and the loss."""
+def lesson_loop() -> Outcome:
+    """The lesson's loop on the CPU: dtypes of everything in it, and the loss."""
     model, x, y = _classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scaler = torch.amp.GradScaler("cpu")
@@ -34,7 +34,7 @@ def seed_loop() -> Outcome:
         with torch.autocast("cpu", dtype=torch.float16):
             logits = model(x)
             loss = F.cross_entropy(logits, y)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         losses.append(float(loss.detach()))
@@ -49,7 +49,8 @@ def seed_loop() -> Outcome:
     ]
     return Outcome(
         tuple(readings),
-        names == {"weights": "fp32", "logits": "fp16", "loss": "fp32", "gradients": "fp32"} and losses[-1] < losses[0] / 2,
+        names == {"weights": "fp32", "logits": "fp16", "loss": "fp32", "gradients": "fp32"}
+        and losses[-1] < losses[0] / 2,
         "The weights are the fp32 master; autocast casts them for each product. The gradient of an fp32 weight is fp32, but it was "
         "computed in fp16, and that is where small values are lost without the scaler.",
     )
@@ -64,7 +65,7 @@ def missing_update() -> Outcome:
     try:
         for _ in range(3):
             optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(model(x), y)).backward()
+            scaler.scale(F.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             applied += 1
     except RuntimeError as raised:
@@ -72,7 +73,7 @@ def missing_update() -> Outcome:
     return Outcome(
         (Reading("steps before the error", applied), Reading("error of torch", error or "none")),
         applied == 1 and "update" in error,
-        "The seed writes that a missing update() freezes the scale. In torch it cannot go unnoticed: the second step() raises. A "
+        "The lesson states that a missing update() freezes the scale. In torch it cannot go unnoticed: the second step() raises. A "
         "scale freezes where update() runs only now and then, or is called on another scaler.",
     )
 
@@ -87,7 +88,7 @@ def skipped_step() -> Outcome:
         before = [p.detach().clone() for p in model.parameters()]
         scales.append(scaler.get_scale())
         optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()  # type: ignore[no-untyped-call]
         if overflow:
             grad = next(model.parameters()).grad
             assert grad is not None
@@ -97,7 +98,11 @@ def skipped_step() -> Outcome:
         changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
     scales.append(scaler.get_scale())
     readings = (
-        Reading("weights changed: finite, inf, finite", " ".join(map(str, changed)), ", ".join("yes" if c else "no" for c in changed)),
+        Reading(
+            "weights changed: finite, inf, finite",
+            " ".join(map(str, changed)),
+            ", ".join("yes" if c else "no" for c in changed),
+        ),
         Reading("scale before each step, and after", scales[-1], ", ".join(f"{s:.0f}" for s in scales)),
     )
     return Outcome(

@@ -44,7 +44,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
         x = x + self.out(torch.softmax(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5, dim=-1) @ value)
-        return x + self.mlp(self.norms[1](x))
+        result: Tensor = x + self.mlp(self.norms[1](x))
+        return result
 
 
 def activation_memory() -> Outcome:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from halfstep.backends.context import RunContext
 from halfstep.check.deepspeed import check_deepspeed
 from halfstep.errors import SettingError
 from halfstep.jobs.targets import load_target
@@ -12,6 +15,7 @@ from halfstep.kernels.signs.signs import pack_signs, unpack_signs
 from halfstep.learning.experiment import Outcome, Reading
 from halfstep.learning.experiments.clipping import update_norm
 from halfstep.optim import OneBitAdam
+from halfstep.planning.batches import look_at_data
 from halfstep.planning.capacity import capacity_of
 from halfstep.planning.estimator import Estimator
 from halfstep.planning.sharding import GROUP, layout_of, per_gpu
@@ -31,11 +35,11 @@ def eight_to_four() -> Outcome:
     """Memory on each GPU at the numbers that decide, planned on fake tensors."""
     job, capacity = load_target("vit_l_16").job, capacity_of(_GPU, None)
     assert capacity is not None
-    usable = capacity.usable_bytes
+    usable, batches = capacity.usable_bytes, look_at_data(job, RunContext())
     readings = [Reading("usable on each GPU", usable, f"{usable / 2**30:.1f} GiB")]
     fits: dict[tuple[str, int], bool] = {}
     for precision, counts in _PLANNED:
-        estimator = Estimator(job, Policy.parse(precision), usable_bytes=usable)
+        estimator = Estimator(job, Policy.parse(precision), batches=batches, usable_bytes=usable)
         for num_gpus in counts:
             batch = -(-_GLOBAL_BATCH // num_gpus)
             traced = estimator.trace(batch)
@@ -50,7 +54,7 @@ def eight_to_four() -> Outcome:
     return Outcome(
         tuple(readings),
         fits == expected,
-        "The seed's 8 to 4 is not autocast's: it shrinks activations to about 0.56 and leaves 16 bytes per parameter, so 5 GPUs are needed. "
+        "The lesson's 8 to 4 is not autocast's: it shrinks activations to about 0.56 and leaves 16 bytes per parameter, so 5 GPUs are needed. "
         "A lean preset, whose weights and residual stream are 16-bit, fits on 4. (Predicted, full copy on each GPU; "
         "`halfstep plan vit_l_16 --batch 896 --gpu 'A100 40GB'` has all strategies.)",
     )
@@ -59,9 +63,15 @@ def eight_to_four() -> Outcome:
 def zero_and_amp() -> Outcome:
     """How Halfstep reads DeepSpeed configurations with Apex AMP, with ZeRO, and with both."""
     zero, amp, fp16 = {"zero_optimization": {"stage": 1}}, {"amp": {"enabled": True}}, {"fp16": {"enabled": True}}
-    configurations = {"amp and ZeRO": {**amp, **zero}, "amp alone": amp, "fp16 and ZeRO": {**fp16, **zero}}
+    configurations: dict[str, dict[str, Any]] = {
+        "amp and ZeRO": {**amp, **zero},
+        "amp alone": amp,
+        "fp16 and ZeRO": {**fp16, **zero},
+    }
     read = {name: _read(config) for name, config in configurations.items()}
-    readings = tuple(Reading(name, policy or "rejected", policy or f"rejected: {reason}") for name, (policy, reason) in read.items())
+    readings = tuple(
+        Reading(name, policy or "rejected", policy or f"rejected: {reason}") for name, (policy, reason) in read.items()
+    )
     o2 = str(Policy.parse("O2"))
     mode = read["fp16 and ZeRO"][0]
     return Outcome(
@@ -72,7 +82,7 @@ def zero_and_amp() -> Outcome:
     )
 
 
-def _read(config: dict[str, object]) -> tuple[str, str]:
+def _read(config: dict[str, Any]) -> tuple[str, str]:
     """The preset and settings of a configuration, or the reason why it is rejected."""
     try:
         return str(read_deepspeed({"train_batch_size": 8, **config}).policy), ""
@@ -94,11 +104,11 @@ def one_bit() -> Outcome:
     values = torch.randn(8192)
     packed = pack_signs(values)
     ratio = values.numel() * 4 / packed.numel()
-    error = total = torch.zeros(8192)
+    lost = total = torch.zeros(8192)
     for _ in range(200):  # the same value sent 200 times, with what was lost added to the next message
-        message = values + error
+        message = values + lost
         sent = message.abs().mean() * unpack_signs(pack_signs(message))
-        error, total = message - sent, total + sent
+        lost, total = message - sent, total + sent
     once = float((values.abs().mean() * unpack_signs(packed) - values).norm() / values.norm())
     mean = float((total / 200 - values).norm() / values.norm())
     readings = (
@@ -124,7 +134,9 @@ def max_grad_norm() -> Outcome:
     }
     norms = {precision: update_norm(precision) for precision in ("fp32", "bf16", "fp16")}
     readings = [Reading(f"halfstep check, DeepSpeed {version}", code or "nothing") for version, code in codes.items()]
-    readings += [Reading(f"norm of an update, Engine, {name}, max_norm=1", norm, f"{norm:.4f}") for name, norm in norms.items()]
+    readings += [
+        Reading(f"norm of an update, Engine, {name}, max_norm=1", norm, f"{norm:.4f}") for name, norm in norms.items()
+    ]
     return Outcome(
         tuple(readings),
         all("HS241" in code for code in codes.values()) and all(abs(norm - 1) < 0.02 for norm in norms.values()),

@@ -18,7 +18,11 @@ def matmul_speed() -> Outcome:
     hardware = probe()
     measured = {m.format: m for m in measure_matmuls(256 if hardware.kind == "cpu" else None, seconds=1.5)}
     readings = [
-        Reading(f"{name} matmul, {m.size} x {m.size}", m.ratio_to_fp32, f"{m.speed} GFLOP/s (spread {m.spread:.0%}), {m.ratio_to_fp32:.2g} x fp32")
+        Reading(
+            f"{name} matmul, {m.size} x {m.size}",
+            m.ratio_to_fp32,
+            f"{m.speed} GFLOP/s (spread {m.spread:.0%}), {m.ratio_to_fp32:.2g} x fp32",
+        )
         for name, m in measured.items()
     ]
     readings.append(Reading("this machine", hardware.name))

@@ -33,14 +33,13 @@ def losses() -> Outcome:
         }
     exact = float((layer(x) - target).square().mean().detach())
     difference = abs(float(by_hand["(error * error).mean()"].detach()) - exact) / exact
-    readings = [
-        Reading(name, format_name(value.dtype)) for name, value in {**by_torch, **by_hand}.items()
-    ]
+    readings = [Reading(name, format_name(value.dtype)) for name, value in {**by_torch, **by_hand}.items()]
     readings.append(Reading("relative error of the mean square by hand", difference, f"{difference:.1e}"))
     return Outcome(
         tuple(readings),
-        all(v.dtype == torch.float32 for v in by_torch.values()) and all(v.dtype == torch.bfloat16 for v in by_hand.values()),
-        "The seed writes that autocast handles loss functions. It does so by name: operations on its list. A loss of your own, made "
+        all(v.dtype == torch.float32 for v in by_torch.values())
+        and all(v.dtype == torch.bfloat16 for v in by_hand.values()),
+        "The lesson states that autocast handles loss functions. It does so by name: operations on its list. A loss of your own, made "
         "of subtraction, abs and mean, is on no list and stays in 16 bits: write output.float() first. The lists differ by device.",
     )
 
@@ -92,7 +91,9 @@ def batchnorm() -> Outcome:
         norm(torch.randn(8, 4).bfloat16())
     assert norm.running_mean is not None
     stored = format_name(norm.running_mean.dtype)
-    readings = [Reading(f"running mean after 1000 batches, {name}", mean, f"{mean:.3f}") for name, mean in means.items()]
+    readings = [
+        Reading(f"running mean after 1000 batches, {name}", mean, f"{mean:.3f}") for name, mean in means.items()
+    ]
     readings.append(Reading("running statistics of BatchNorm1d under autocast", stored))
     return Outcome(
         tuple(readings),

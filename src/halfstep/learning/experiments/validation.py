@@ -13,7 +13,7 @@ __all__ = ["validate"]
 
 
 def validate() -> Outcome:
-    """The seed's validation pattern next to fp32."""
+    """The lesson's validation pattern next to fp32."""
     x, y = torch.randn(128, 16), torch.randint(4, (128,))
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     norm = model[1]
