@@ -15,7 +15,7 @@ from halfstep.cli.requirements import require_packages
 from halfstep.errors import SettingError
 
 if TYPE_CHECKING:
-    from halfstep.report.learn import Page
+    from halfstep.report.learn.text import Page
 
 __all__ = ["command"]
 
@@ -57,7 +57,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
             )
         return
     from halfstep.learning.progress import read_progress
-    from halfstep.report.learn import units_data
+    from halfstep.report.learn.text import units_data
 
     progress = read_progress()
     click.echo(json.dumps(units_data(progress), indent=2) if as_json else _page().units(progress))
@@ -78,7 +78,7 @@ def _unit_command(name: str) -> click.Command:
 def _run_unit(name: str, *, as_json: bool) -> None:
     from halfstep.learning.course import find_unit, prove
     from halfstep.learning.progress import record_unit
-    from halfstep.report.learn import unit_data
+    from halfstep.report.learn.text import unit_data
 
     page, unit = _page(), find_unit(name)
     if as_json:
@@ -116,13 +116,13 @@ def _quiz(answers: str | None, show: int | None, as_json: bool) -> None:
     from halfstep.learning.progress import record_answers
     from halfstep.learning.questions import QUESTIONS
     from halfstep.learning.quiz import grade, parse_answers
-    from halfstep.report.learn import grades_data, question_data
+    from halfstep.report.learn.text import grades_data, question_data
 
     page = _page()
     if answers is None and as_json:
         click.echo(json.dumps([question_data(question) for question in QUESTIONS], indent=2))
         return
-    if answers is None and not sys.stdin.isatty():
+    if answers is None and not _is_asked():
         raise click.UsageError(
             "The quiz asks at a terminal, and this is none. Pass --answers 1b,2b,3b, or --json for the questions."
         )
@@ -137,6 +137,11 @@ def _quiz(answers: str | None, show: int | None, as_json: bool) -> None:
         _record(lambda: record_answers({each.question.number: each.right for each in grades}))
     if not all(each.right for each in grades):
         sys.exit(_BELOW_FULL_MARKS)
+
+
+def _is_asked() -> bool:
+    """Whether someone is there to answer."""
+    return sys.stdin.isatty()
 
 
 def _ask(page: Page) -> dict[int, str]:
@@ -169,7 +174,7 @@ def _ask(page: Page) -> dict[int, str]:
 def _show_question(number: int, *, as_json: bool) -> None:
     from halfstep.learning.experiment import run_experiment
     from halfstep.learning.quiz import find_question
-    from halfstep.report.learn import proof_data, question_data
+    from halfstep.report.learn.text import proof_data, question_data
 
     question, page = find_question(number), _page()
     require_packages("halfstep learn quiz --show", "numpy")
@@ -189,7 +194,7 @@ def _show_question(number: int, *, as_json: bool) -> None:
 def _progress(as_json: bool) -> None:
     """Show the checkpoint of the course, ticked from what was run."""
     from halfstep.learning.progress import checkpoint, read_progress, state_file
-    from halfstep.report.learn import boxes_data
+    from halfstep.report.learn.text import boxes_data
 
     progress, file = read_progress(), str(state_file())
     boxes = checkpoint(progress)
@@ -198,7 +203,7 @@ def _progress(as_json: bool) -> None:
 
 
 def _page() -> Page:
-    from halfstep.report.learn import WIDTH, Page
+    from halfstep.report.learn.text import WIDTH, Page
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
@@ -207,13 +212,12 @@ def _page() -> Page:
 
 def _record(write: Callable[[], None]) -> None:
     """Record progress; a state directory that cannot be written costs a warning, not the result."""
-    from halfstep.learning.progress import state_file
-
     try:
         write()
+    except SettingError as error:
+        click.echo(f"halfstep: progress was not recorded. {error}", err=True)
     except OSError as error:
+        reason = f"{error.filename} cannot be written ({error.strerror or error})"
         click.echo(
-            f"halfstep: progress was not recorded: {state_file()} cannot be written ({error.strerror or error}). Set HALFSTEP_STATE to "
-            "a directory that can.",
-            err=True,
+            f"halfstep: progress was not recorded: {reason}. Set HALFSTEP_STATE to a directory that can.", err=True
         )

@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from halfstep.errors import SettingError
+
 __all__ = ["BOXES", "NUM_PRACTICES", "Box", "BoxState", "Progress", "checkpoint", "read_progress", "record_answers",
            "record_practice", "record_unit", "state_file"]  # fmt: skip
 
@@ -70,7 +72,14 @@ def state_file() -> Path:
         return Path(own) / _FILE
     base = os.environ.get("XDG_STATE_HOME")
     # The XDG specification has relative paths ignored.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
+    if base and Path(base).is_absolute():
+        return Path(base) / "halfstep" / _FILE
+    try:
+        root = Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise SettingError(
+            "This user has no home directory. Set HALFSTEP_STATE to a directory for progress."
+        ) from error
     return root / "halfstep" / _FILE
 
 
