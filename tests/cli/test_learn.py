@@ -48,7 +48,7 @@ def test_text_fits_80_columns_without_escape_codes(args):
 def test_a_unit_shows_measured_numbers_and_json_has_them_all():
     """The values, the verdict and the meaning of each experiment."""
     output = run("formats").output
-    assert all(text in output for text in ("Claim:", "70144", "true here", "3 of 3 claims true here"))
+    assert all(text in output for text in ("Claim:", "70144", "true here", "3 of 3 claims confirmed"))
     data = json.loads(run("2", "--json").output)
     assert data["holds"]
     assert [proof["experiment"] for proof in data["proofs"]] == list(UNITS["formats"].experiments)
@@ -61,7 +61,7 @@ def test_a_claim_that_is_not_true_is_reported_with_exit_code_3(monkeypatch):
     result = run("formats")
     assert result.exit_code == 3
     assert "NOT true here" in result.output
-    assert "2 of 3 claims true here" in result.output
+    assert "2 of 3 claims confirmed" in result.output
     assert "[!] formats" in run().output
 
 

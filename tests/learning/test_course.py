@@ -26,7 +26,10 @@ def test_there_are_nine_complete_units():
 def test_the_known_imprecisions_of_the_sources_are_corrected():
     """Underflow, update(), 8 GPUs to 4, losses under autocast and max_grad_norm each have a correction."""
     text = " ".join(correction for unit in UNITS.values() for correction in unit.corrections)
-    assert all(word in text for word in ("stands still", "update()", "8 to 5", "composed by hand", "max_grad_norm"))
+    assert all(
+        word in text
+        for word in ("under autocast, zero gradients", "update()", "8 to 5", "composed by hand", "max_grad_norm")
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`halfstep learn`: the course, with every claim shown on this machine."""
+"""`halfstep learn`: the course, with an experiment for every claim."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class _Course(click.Group):
 @_JSON
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """Learn mixed precision: every claim of the course is measured on this machine.
+    """Learn mixed precision: every claim of the course is backed by an experiment on this machine.
 
-    Without UNIT, lists the units and what was run. A unit runs its experiments on the CPU in under 20 seconds; exit code 3 means
-    that a claim was not true here. What was run is recorded in $HALFSTEP_STATE, or else in the user's state directory.
+    Without UNIT, lists the units and what was run. A unit runs its experiments on the CPU, most in seconds; exit code 3
+    means that a claim was not confirmed. What was run is recorded in $HALFSTEP_STATE, or else in the user's state directory.
 
     \b
     halfstep learn

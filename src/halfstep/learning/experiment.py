@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from halfstep.errors import unknown
 from halfstep.events import quiet
@@ -21,6 +22,7 @@ from halfstep.hardware.torch_build import require_torch
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Proof", "Reading", "run_experiment"]
 
 Value = float | int | str | bool
+Basis = Literal["measured", "predicted", "recorded"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim, and the function that tests it, as `module:function` below `learning/experiments/`."""
+    """A claim, the function that tests it, as `module:function` below `learning/experiments/`, and what the test rests on.
+
+    "measured": the experiment computes it here. "predicted": the planner predicts it, nothing of that size is run. "recorded": it
+    follows from facts that Halfstep's tables record; the GPU or library in question is not run.
+    """
 
     name: str
     claim: str
     function: str
+    basis: Basis = "measured"
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,11 @@ class Proof:
     holds: bool
     meaning: str
     seconds: float
+    basis: Basis = "measured"
 
 
-def _table(*rows: tuple[str, str, str]) -> dict[str, Experiment]:
-    return {name: Experiment(name, claim, function) for name, function, claim in rows}
+def _table(*rows: tuple[str, str, str] | tuple[str, str, str, Basis]) -> dict[str, Experiment]:
+    return {name: Experiment(name, claim, function, *basis) for name, function, claim, *basis in rows}
 
 
 EXPERIMENTS = _table(
@@ -110,12 +118,17 @@ EXPERIMENTS = _table(
     (
         "standing-still",
         "failures:standing_still",
-        "Underflow in fp16 gives gradients of zero and a loss that stands still, not NaN.",
+        "Under autocast, underflow in fp16 gives gradients of zero and a loss that stands still, not NaN.",
     ),
     (
         "overflow-nan",
         "failures:overflow",
-        "NaN losses in fp16 come from overflow, in the forward pass or of the weights.",
+        "An activation above 65504 is inf in fp16 and makes the loss NaN; in bf16 it does not.",
+    ),
+    (
+        "underflow-nan",
+        "failures:underflow_nan",
+        "Where weights and Adam's states are fp16 too, underflow does give NaN: eps=1e-8 is 0 there, and 0/0 is NaN.",
     ),
     (
         "lost-updates",
@@ -126,11 +139,12 @@ EXPERIMENTS = _table(
         "hardware-choice",
         "speed:hardware_choice",
         "bf16 on Ampere and later, fp16 on Volta and Turing, fp32 where neither is native.",
+        "recorded",
     ),
     (
         "losses-under-autocast",
         "stays_fp32:losses",
-        "torch's loss functions run in fp32 under autocast; a loss written by hand runs in 16 bits.",
+        "On a CPU under autocast, three losses of torch give fp32; the same written by hand give 16 bits.",
     ),
     (
         "sums-under-autocast",
@@ -160,24 +174,34 @@ EXPERIMENTS = _table(
     (
         "accumulation",
         "stays_fp32:accumulation",
-        "Gradients accumulated over many micro-batches in 16 bits lose most of their sum.",
+        "Gradients accumulated over 1024 micro-batches lose most of their sum in bf16 and some of it in fp16.",
     ),
     (
         "eight-to-four",
         "scale:eight_to_four",
         "ViT-L/16 at a global batch of 896 on A100 40 GB: 8 GPUs in fp32, 5 with autocast, 4 with a lean preset.",
+        "predicted",
     ),
-    ("zero-and-amp", "scale:zero_and_amp", "Apex AMP and ZeRO do not combine; DeepSpeed's fp16 mode is like Apex O2."),
-    ("one-bit", "scale:one_bit", "1-bit Adam is verified in fp16 only; elsewhere it is rejected unless you insist."),
+    (
+        "zero-and-amp",
+        "scale:zero_and_amp",
+        "Halfstep rejects a DeepSpeed configuration with Apex AMP and ZeRO, and reads DeepSpeed's fp16 mode as Apex O2.",
+        "recorded",
+    ),
+    (
+        "one-bit",
+        "scale:one_bit",
+        "Halfstep accepts 1-bit Adam in fp16 and rejects it elsewhere; one bit per element with error feedback keeps the mean.",
+    ),
     (
         "max-grad-norm",
         "scale:max_grad_norm",
-        "`max_grad_norm` in a DeepSpeed optimizer block never clips; the Engine clips in every precision, fp32 included.",
+        "`halfstep check` reports `max_grad_norm` in a DeepSpeed optimizer block; the Engine clips in every precision, fp32 included.",
     ),
     (
         "scale-defaults",
         "loops:scale_defaults",
-        "DeepSpeed's defaults: scale 65536, doubled after 1000 clean steps, hysteresis 2.",
+        "Halfstep's scaler, with DeepSpeed's defaults, starts at 65536, halves at the second overflow and grows after 1000 clean steps, one more after an overflow.",
     ),
 )
 
@@ -196,4 +220,4 @@ def run_experiment(name: str) -> Proof:
         start = time.perf_counter()
         outcome = work()
         seconds = time.perf_counter() - start
-    return Proof(name, experiment.claim, outcome.readings, outcome.holds, outcome.meaning, seconds)
+    return Proof(name, experiment.claim, outcome.readings, outcome.holds, outcome.meaning, seconds, experiment.basis)

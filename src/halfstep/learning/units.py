@@ -103,7 +103,7 @@ _FP32 = Unit(
     ),
     ("losses-under-autocast", "sums-under-autocast", "batchnorm-statistics", "accumulation"),
     (
-        "The lesson: autocast handles loss functions automatically. Measured: those on its list. A loss composed by hand of elementary operations "
+        "The lesson: autocast handles loss functions automatically. Measured on a CPU: those on its list. A loss composed by hand of elementary operations "
         "stays in 16 bits; a CPU's autocast also runs softmax, sums and norms in 16 bits.",
     ),
     ("halfstep explain stays-in-fp32", "halfstep explain accumulation"),
@@ -151,10 +151,10 @@ _FAILURES = Unit(
         "updates: gradients are fine, weights do not move.",
         "A fourth is no failure of numerics: on hardware without 16-bit units, mixed precision is slower than fp32.",
     ),
-    ("standing-still", "overflow-nan", "lost-updates", "matmul-speed"),
+    ("standing-still", "underflow-nan", "overflow-nan", "lost-updates", "matmul-speed"),
     (
-        "The lesson: fp16 without GradScaler gives NaN losses because gradients underflow to zero. Measured: zero gradients give a loss that stands "
-        "still. NaN comes from overflow.",
+        "The lesson: fp16 without GradScaler gives NaN losses because gradients underflow to zero. Measured: under autocast, zero gradients give a loss that "
+        "stands still. The lesson is right for weights that are fp16 themselves, with Adam; otherwise look for an overflow.",
     ),
     ("halfstep explain underflow", "halfstep explain master-weights", "docs/watch.md"),
 )
@@ -165,7 +165,7 @@ _SCALE = Unit(
     ("Plan how many GPUs a job needs.", "Know DeepSpeed's rules on precision by version."),
     (
         "The lesson's scenario: ViT-Large needs 8 GPUs in fp32 and 4 in mixed precision. `halfstep plan` runs the step on fake tensors and "
-        "adds up what each GPU stores. This takes most of the time of this unit.",
+        "adds up what each GPU stores. This takes most of the time of this unit: about 15 s of CPU time on an Arm Neoverse-N1.",
         "The tips for DeepSpeed: 1-bit Adam in fp16 only; no AMP with ZeRO; mind max_grad_norm; an optimizer that ZeRO has not tested needs "
         "zero_allow_untested_optimizer. They describe DeepSpeed up to 0.19.6; later releases differ.",
     ),
@@ -173,7 +173,7 @@ _SCALE = Unit(
     (
         "The lesson: mixed precision takes 8 GPUs to 4. Planned for A100 40 GB at a global batch of 896: autocast alone takes 8 to 5, a lean preset "
         "to 4.",
-        "The tips: max_grad_norm is silently set to 0.0 in fp32. Measured on 0.19.6 and 0.19.8: it stops the run with an error, or is ignored "
+        "The tips: max_grad_norm is silently set to 0.0 in fp32. Recorded on 0.19.6 and 0.19.8: it stops the run with an error, or is ignored "
         "next to your own optimizer object.",
     ),
     ("halfstep explain zero-and-amp", "halfstep explain one-bit", "docs/many-gpus.md", "docs/deepspeed.md"),

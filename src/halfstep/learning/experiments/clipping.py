@@ -72,7 +72,7 @@ def order() -> Outcome:
         readings,
         holds,
         f"With lr = 1 and SGD the update is the clipped gradient, so its norm must be max_norm = 1. Clipped before unscale_ it is "
-        f"{wrong:.1e}, which is 1/65536: nothing raises, and the model hardly trains. Adam hides it, because it divides by the "
+        f"{wrong:.1e}, which is 1/65536: nothing raises, and SGD hardly trains. Adam's loss curve may not show it, because Adam divides by the "
         "gradient's size; the clipping is as wrong.",
     )
 

@@ -135,7 +135,11 @@ def scale_defaults() -> Outcome:
     )
     return Outcome(
         readings,
-        start == 65536 and num_overflows == 2 and num_clean in {1000, 1001} and lower == start / 2 and higher == start,
+        start == 65536
+        and num_overflows == 2
+        and num_clean == settings.growth_interval + 1
+        and lower == start / 2
+        and higher == start,
         "The first overflow only skips its step; the second lowers the scale. DeepSpeed counts one clean step more than its window "
         "after an overflow, and so does Halfstep under its name. torch has no hysteresis and waits 2000 steps.",
     )

@@ -81,6 +81,6 @@ def bytes_per_parameter() -> Outcome:
     return Outcome(
         readings,
         sizes["fp32"] == sizes["bf16"] == 16 and sizes["bf16-lean"] == 14 and sizes["bf16-lean,states=8bit"] < 8.5,
-        "4 bytes each for the weight, its gradient and Adam's two moments: autocast changes none of them, so a model whose state "
-        "fills the GPU does not fit because of autocast. Lean presets store 16-bit weights and gradients with an exact master.",
+        "4 bytes each for the weight, its gradient and Adam's two moments: autocast changes none of them, so it does not help a model whose state "
+        "fills the GPU. Lean presets store 16-bit weights and gradients with an exact master.",
     )

@@ -19,6 +19,7 @@ __all__ = ["Page", "boxes_data", "grades_data", "proof_data", "question_data", "
 
 WIDTH = 80
 _LABEL = 44  # a longer label gets its own line
+_CONFIRMED = {"measured": "true here", "predicted": "true by prediction", "recorded": "true by recorded facts"}
 _BOLD, _GREEN, _RED = "1", "32", "31"
 
 
@@ -66,7 +67,7 @@ class Page:
                 lines += [self._fill(f"{reading.label}:", 4, "  "), self._fill(str(reading), 6, "      ")]
             else:
                 lines.append(f"  {reading.label:{_LABEL}}  {reading}")
-        word, code = ("true here", _GREEN) if proof.holds else ("NOT true here", _RED)
+        word, code = (_CONFIRMED[proof.basis], _GREEN) if proof.holds else (f"NOT {_CONFIRMED[proof.basis]}", _RED)
         lines.append(f"  -> {self._paint(word, code)} ({proof.experiment}, {proof.seconds:.1f} s)")
         lines.append(self._fill(proof.meaning, 2, "  "))
         return "\n".join(lines)
@@ -83,7 +84,7 @@ class Page:
         parts.append(self._fill("See also: " + "; ".join(unit.see)))
         num_true = sum(proof.holds for proof in result.proofs)
         seconds = sum(proof.seconds for proof in result.proofs)
-        parts.append(f"{num_true} of {count_text(len(result.proofs), 'claim')} true here, in {seconds:.1f} s.")
+        parts.append(f"{num_true} of {count_text(len(result.proofs), 'claim')} confirmed, in {seconds:.1f} s.")
         return "\n" + "\n\n".join(parts)
 
     def question(self, question: Question) -> str:

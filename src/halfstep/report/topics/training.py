@@ -19,8 +19,9 @@ def underflow() -> Topic:
         (
             f"A value of at most half the smallest number of a format rounds to 0: {power(FP16.smallest_subnormal / 2)} = "
             f"{FP16.smallest_subnormal / 2:.1e} in fp16. Below {FP16.smallest_normal:.1e} fp16 also loses precision.",
-            "Underflow does not give NaN. The gradients of a layer are exactly 0, its weights stand still, and if that concerns all "
-            "layers the loss is the same in every step. NaN and inf come from overflow.",
+            "Under autocast, underflow does not give NaN. The gradients of a layer are exactly 0, its weights stand still, and if that concerns all "
+            "layers the loss is the same in every step. Where weights and Adam's moments are fp16 as well, it does: "
+            f"eps = 1e-8 rounds to {FP16.round(1e-8):g} there, and 0/0 is NaN.",
             f"A loss scale moves gradients into the range: with {LossScale().init_scale:.0f}, what underflows is smaller by that "
             f"factor. bf16 represents values down to {BF16.smallest_subnormal:.0e} and needs no scale.",
             "To find it: `halfstep compare` shows the share of gradients that underflow and in which layer, and Watch reports it "
