@@ -77,3 +77,9 @@ def test_recorded_blocks_have_todays_readings(name):
     """The labels of the readings in the page are those of the experiment."""
     block = next(b for b in BLOCK.findall(PAGE.read_text()) if f"({name}, " in b)
     assert all(reading.label in block for reading in run_experiment(name).readings)
+
+
+def test_practice_is_listed_once_there_is_some():
+    """The list of units counts passed practices if one was recorded."""
+    assert "practice" not in Page().units(Progress())
+    assert "practice: 1 of 5 tasks passed" in Page().units(Progress(practices={3: True, 4: False}))

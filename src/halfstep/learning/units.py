@@ -66,8 +66,8 @@ _AUTOCAST = Unit(
         '    with autocast(device_type="cuda", dtype=torch.float16):\n'
         "        loss = loss_fn(model(x), y)\n"
         "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)      # unscales; skips if a gradient is inf or NaN\n"
-        "    scaler.update()             # after an overflow the scale is halved",
+        "    scaler.step(optimizer)  # unscales; skips if a gradient is inf or NaN\n"
+        "    scaler.update()  # after an overflow the scale is halved",
         "The loop below is this one on your CPU. `halfstep.Engine` is the same in an order that cannot be wrong.",
     ),
     ("lesson-loop", "skipped-step", "missing-update", "scale-defaults"),
@@ -118,7 +118,7 @@ _CLIPPING = Unit(
         "    scaler.scale(loss).backward()\n"
         "    scaler.unscale_(optimizer)\n"
         "    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)\n"
-        "    scaler.step(optimizer)      # knows that it is unscaled\n"
+        "    scaler.step(optimizer)  # knows that it is unscaled\n"
         "    scaler.update()",
         "To verify it, train one step with SGD and lr = 1: the update is then the clipped gradient, and its norm is max_norm.",
     ),

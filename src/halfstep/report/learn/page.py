@@ -45,7 +45,7 @@ a correction.
 
 **Progress** is recorded in `learn.jsonl`, one line of JSON for each thing that was run, in the directory `$HALFSTEP_STATE`, else `$XDG_STATE_HOME/halfstep`,
 else `~/.local/state/halfstep`. The file is only appended to: a damaged line is skipped, reported by `halfstep learn progress`, and stays where it is. Delete the file to
-start again. A box of the checkpoint is ticked when its units were run with every claim true and its questions were answered right, or when its practice was passed:
+start again. A box of the checkpoint is ticked when its units were run with every claim true and its questions were answered right:
 """
 
 

@@ -43,7 +43,7 @@ class Page:
         lines += [
             "",
             f"  quiz: {right} of {len(QUESTIONS)} questions right (halfstep learn quiz)",
-            f"  practice: {passed} of {NUM_PRACTICES} tasks passed",
+            *([f"  practice: {passed} of {NUM_PRACTICES} tasks passed"] if progress.practices else []),
             "",
             self._fill(
                 "[x]: run, and every claim was true. [!]: run, and a claim was not true. `halfstep learn progress` shows the checkpoint."

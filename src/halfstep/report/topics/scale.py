@@ -62,8 +62,7 @@ def fp8() -> Topic:
             "The range is too small for one loss scale: each tensor, row or block has its own scale, computed from its largest "
             "magnitude. The products accumulate in higher precision; weights, masters, norms and the output layer stay in 16 or 32 bits.",
             "Overflow is hard to see: e4m3 has no inf, and torch from 2.13 saturates 1e9 to 448 without a trace. Check before the cast.",
-            "fp8 products need hardware for it: NVIDIA Hopper, Ada and later, AMD MI300. It pays for large products; small layers lose more "
-            "to the scaling than they gain.",
+            "fp8 products need hardware for it: NVIDIA Hopper, Ada and later, AMD MI300.",
             "In Halfstep `fp8` is a reserved preset: the Engine does not implement it yet and raises an error. Use bf16-lean.",
         ),
         ("halfstep explain formats", "halfstep probe", "docs/policies.md"),
