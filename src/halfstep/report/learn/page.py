@@ -25,7 +25,7 @@ _INTRODUCTION = """\
 
 `halfstep learn` is a course in {num_units} units. Each claim is backed by an experiment that runs on your machine's CPU, without a GPU, and prints what it measured.
 "true here" is measured in the run that prints it. "true by prediction" is `halfstep plan`'s, of a step that is not run, and "true by recorded facts" follows from
-tables of GPUs and of DeepSpeed, neither of which is run. Units take seconds, except the last: its plan needs about 15 s of CPU time on an Arm Neoverse-N1, and took 24 and 34 s where other
+tables of GPUs and of DeepSpeed, neither of which is run. Units take seconds, except the last: its plan needs about 15 s of CPU time on an Arm Neoverse-N1, and took 24 to 34 s where other
 programs used the same two cores.
 
 ```
