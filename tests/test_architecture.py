@@ -13,7 +13,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Top layer first. A module imports from its own package and from the layers below, never upwards.
 LAYERS = (
-    "__main__", "cli", "report", "integrations", "comparison", "rehearsal", "train", "planning", "inspection", "watching", "data", "models", "jobs", "engine", "checkpoint", "backends", "optim",
+    "__main__", "cli", "report", "learning", "integrations", "comparison", "rehearsal", "train", "planning", "inspection", "watching", "data", "models", "jobs", "engine", "checkpoint", "backends", "optim",
     "scaling", "kernels", "check", "precision", "hardware", "events", "errors",
 )  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(LAYERS)}

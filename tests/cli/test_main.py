@@ -48,6 +48,7 @@ def test_flags_are_few_and_listed():
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
+        "learn": ["--json"],
         "mcp": [],
         "plan": [
             "--accumulate", "--bandwidth", "--batch", "--data", "--ema", "--epochs", "--examples", "--find", "--gpu", "--gpus",

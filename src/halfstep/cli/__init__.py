@@ -25,6 +25,7 @@ _COMMANDS = {
     "compare": "Train a job in several precisions and compare speed, memory and learning.",
     "export": "Write the weights of a run as one safetensors file.",
     "explain": "Explain a concept of mixed precision or a rule of `halfstep check`.",
+    "learn": "Learn mixed precision: units, a quiz and progress, with an experiment for every claim.",
     "mcp": "Serve check, explain, plan, probe and run files to agents and editors (Model Context Protocol).",
     "plan": "Predict the memory of a training step and how many GPUs it needs.",
     "probe": "Show the formats that this machine (or a named GPU) supports and which precision to use.",

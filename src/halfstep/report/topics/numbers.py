@@ -1,46 +1,22 @@
-"""Short explanations of mixed-precision concepts for `halfstep explain TOPIC`.
-
-Every number is computed from `halfstep.precision.formats` and the defaults of `LossScale`, so the text cannot drift
-from what the library does.
-"""
+"""Topics about number formats, loss scaling and the hardware's support."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from halfstep.errors import unknown
 from halfstep.precision.formats import BF16, FORMATS, FP16, FP32, BlockFormat
 from halfstep.precision.loss_scale import LossScale
+from halfstep.report.topics.topic import Topic, power
 
-__all__ = ["TOPICS", "Topic", "explain"]
-
-
-@dataclass(frozen=True)
-class Topic:
-    """One explanation: a title, a few paragraphs and further reading."""
-
-    name: str
-    title: str
-    paragraphs: tuple[str, ...]
-    see: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n\n".join([self.title, *self.paragraphs, "See also: " + "; ".join(self.see)])
+__all__ = ["formats", "fp16_bf16", "hysteresis", "loss_scaling", "native", "stays_fp32"]
 
 
-def _power(x: float) -> str:
-    return f"2^{round(math.log2(x))}"
-
-
-def _loss_scaling() -> Topic:
+def loss_scaling() -> Topic:
+    """Why fp16 needs a loss scale."""
     default = LossScale()
     return Topic(
         "loss-scaling",
         "Loss scaling: why fp16 needs it and bf16 does not",
         (
-            f"The smallest positive fp16 value is {_power(FP16.smallest_subnormal)} = {FP16.smallest_subnormal:.1e}; "
+            f"The smallest positive fp16 value is {power(FP16.smallest_subnormal)} = {FP16.smallest_subnormal:.1e}; "
             "values up to half of it round to 0. Many gradients are that small: they underflow before the optimizer "
             "reads them, and the layers below stop learning without an error.",
             "Multiplying the loss by a scale S multiplies every gradient by S and moves it out of the underflow "
@@ -50,7 +26,7 @@ def _loss_scaling() -> Topic:
             "finite steps raises S.",
             f"Halfstep starts at {default.init_scale:.0f}, doubles the scale after {default.growth_interval} finite "
             f"steps, halves it when {default.hysteresis} overflows have exhausted the hysteresis, keeps it within "
-            f"[{default.min_scale:.0f}, {_power(default.max_scale)}], and raises an error that names the parameters "
+            f"[{default.min_scale:.0f}, {power(default.max_scale)}], and raises an error that names the parameters "
             f"after {default.max_skips} skipped steps in a row. A few skipped steps at the start and an occasional "
             "one later are normal: that is how the search works.",
             f"bf16 has fp32's exponent range: it represents values down to {BF16.smallest_subnormal:.0e}, smaller "
@@ -63,7 +39,8 @@ def _loss_scaling() -> Topic:
     )
 
 
-def _hysteresis() -> Topic:
+def hysteresis() -> Topic:
+    """How many overflows lower the scale."""
     return Topic(
         "hysteresis",
         "Hysteresis: how many overflows lower the loss scale",
@@ -85,7 +62,8 @@ def _hysteresis() -> Topic:
     )
 
 
-def _fp16_bf16() -> Topic:
+def fp16_bf16() -> Topic:
+    """Range or precision."""
     return Topic(
         "fp16-vs-bf16",
         "fp16 vs. bf16: range or precision",
@@ -95,8 +73,8 @@ def _fp16_bf16() -> Topic:
             f"Range: fp16's maximum is {FP16.max:.0f} and its smallest normal value {FP16.smallest_normal:.1e}; "
             f"bf16's are {BF16.max:.1e} and {BF16.smallest_normal:.1e}, like fp32's. So fp16 needs a loss scale and "
             "can overflow in the forward pass; bf16 needs none and rarely overflows.",
-            f"Precision: the spacing at 1.0 is {FP16.epsilon:.1e} in fp16 ({_power(FP16.epsilon)}) and "
-            f"{BF16.epsilon:.1e} in bf16 ({_power(BF16.epsilon)}), {BF16.epsilon / FP16.epsilon:.0f} times coarser. "
+            f"Precision: the spacing at 1.0 is {FP16.epsilon:.1e} in fp16 ({power(FP16.epsilon)}) and "
+            f"{BF16.epsilon:.1e} in bf16 ({power(BF16.epsilon)}), {BF16.epsilon / FP16.epsilon:.0f} times coarser. "
             "Both are too coarse for weight updates: an update smaller than half the spacing is lost, in bf16 "
             f"anything below about 1/{round(2 / BF16.epsilon)} of the weight. That is why mixed-precision training "
             "keeps fp32 master weights.",
@@ -111,7 +89,8 @@ def _fp16_bf16() -> Topic:
     )
 
 
-def _stays_fp32() -> Topic:
+def stays_fp32() -> Topic:
+    """Operations that need fp32."""
     return Topic(
         "stays-in-fp32",
         "What stays in fp32, and why",
@@ -126,7 +105,7 @@ def _stays_fp32() -> Topic:
             "Batch-norm statistics: running averages change in steps too small for 16 bits. Normalization layers can "
             "have 16-bit inputs and outputs if they compute in fp32.",
             "Master weights and optimizer moments: an update smaller than half the spacing at the weight is lost, "
-            f"relative to the weight about {_power(BF16.epsilon / 2)} in bf16 and {_power(FP32.epsilon / 2)} in fp32.",
+            f"relative to the weight about {power(BF16.epsilon / 2)} in bf16 and {power(FP32.epsilon / 2)} in fp32.",
             "autocast runs most of these in fp32 on CUDA. On a CPU it does not: softmax, sums and norms run in 16 "
             "bits. Halfstep runs them in fp32 on every device.",
         ),
@@ -134,7 +113,8 @@ def _stays_fp32() -> Topic:
     )
 
 
-def _native() -> Topic:
+def native() -> Topic:
+    """How hardware runs a format."""
     return Topic(
         "native-vs-emulated",
         "Native, slow or emulated: how a device runs 16-bit formats",
@@ -155,7 +135,8 @@ def _native() -> Topic:
     )
 
 
-def _formats() -> Topic:
+def formats() -> Topic:
+    """The table of formats."""
     header = f"{'format':14} {'bits':>4} {'bytes':>6} {'max':>9} {'min normal':>12} {'min':>9} {'spacing at 1':>13}"
     lines = [header]
     for f in FORMATS.values():
@@ -178,21 +159,3 @@ def _formats() -> Topic:
         ),
         ("halfstep explain fp16-vs-bf16",),
     )
-
-
-TOPICS: dict[str, Callable[[], Topic]] = {
-    "loss-scaling": _loss_scaling,
-    "hysteresis": _hysteresis,
-    "fp16-vs-bf16": _fp16_bf16,
-    "stays-in-fp32": _stays_fp32,
-    "native-vs-emulated": _native,
-    "formats": _formats,
-}
-
-
-def explain(name: str) -> Topic:
-    """The topic called `name`; case is ignored, and spaces and underscores count as dashes."""
-    key = "-".join(name.casefold().replace("_", " ").replace("-", " ").split())
-    if key not in TOPICS:
-        raise unknown("topic", name, TOPICS)
-    return TOPICS[key]()

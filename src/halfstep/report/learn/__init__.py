@@ -1,0 +1,1 @@
+"""The course rendered: text and plain data of `halfstep learn`, and docs/learn.md."""
