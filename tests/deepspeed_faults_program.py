@@ -90,9 +90,8 @@ def weight(engine, name="w"):
 
 
 def scale_of(engine):
-    """DeepSpeed's loss scale, under any of its optimizers."""
-    optimizer = engine.optimizer
-    return float(getattr(optimizer, "loss_scale", getattr(optimizer, "cur_scale", 1.0)))
+    """DeepSpeed's loss scale, under any of its optimizers; 1 where it has none."""
+    return float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
 
 
 def train_bare(engine, factors):
@@ -223,40 +222,35 @@ def backward_without_the_engine():
 
 @case
 def replaced_scale():
-    """D15: a scale of 2 set from outside, where DeepSpeed's own is 16."""
+    """D15: a scale of 2 set from outside, where DeepSpeed's own is 16; stage 0 has no other way to use it than engine.backward."""
     applied = {}
     for stage in (0, 1):
-        for method in ("engine", "optimizer"):
-            engine = bare(zero(stage, **fp16()))
-            engine.optimizer.override_loss_scale(2.0)
-            if method == "engine":
-                engine.backward(engine())
-            elif stage == 0:
-                engine.optimizer.backward(engine())
-            engine.step()
-            applied[f"{method} {stage}"] = -weight(engine)
-            engine.destroy()
+        engine = bare(zero(stage, **fp16()))
+        engine.optimizer.override_loss_scale(2.0)
+        applied[f"reported {stage}"] = scale_of(engine)
+        applied[f"bare {stage}"] = train_bare(engine, [1.0])["applied"][0]
+        engine.destroy()
+    engine = bare(zero(0, **fp16()))
+    direct = failure(lambda: engine.optimizer.backward(engine()))
+    engine.destroy()
     with ours(zero(0, **fp16())) as engine:
         engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 2.0})
+        applied["reported halfstep"] = engine.scaler.get_scale()
         applied["halfstep"] = train_ours(engine, [1.0])["applied"][0]
-        applied["halfstep scale"] = engine.scaler.get_scale()
-    return {"applied": applied}
+    return {"applied": applied, "direct": direct}
 
 
 @case
 def reported_norm():
-    """D17: the norm that stage 0 reports, with a static scale of 128, next to what it applied; the true norm is sqrt(8)."""
-    norms = {}
-    config = zero(0, **fp16(loss_scale=128))
-    for method in ("engine", "optimizer"):
-        engine = bare(config)
-        (engine.backward if method == "engine" else engine.optimizer.backward)(engine())
-        engine.step()
-        norms[method] = [float(engine.get_global_grad_norm()), -weight(engine)]
-        engine.destroy()
+    """D17: the norm that stage 0 reports with a static scale of 128, and that of the update; the true norm is sqrt(8)."""
+    norms, config = {}, zero(0, **fp16(loss_scale=128))
+    engine = bare(config)
+    applied = train_bare(engine, [1.0])["applied"][0]
+    norms["bare"] = [float(engine.get_global_grad_norm()), applied * math.sqrt(8)]
+    engine.destroy()
     with ours(config) as engine:
         result = train_ours(engine, [1.0])
-        norms["halfstep"] = [result["norms"][0], result["applied"][0]]
+        norms["halfstep"] = [result["norms"][0], result["applied"][0] * math.sqrt(8)]
     return {"norms": norms}
 
 
@@ -442,10 +436,12 @@ def reductions():
     mine, results = ([256.0], [1.0])[dist.get_rank()], {}
     for stage in (1, 2, 3):
         config = zero(stage, bf16=ON, data_types={"grad_accum_dtype": "fp32"})
-        engine = bare(config)
-        train_bare(engine, mine)
-        results[f"D40 {stage}"] = [-master(engine)]
-        engine.destroy()
+        results[f"D40 {stage}"] = []
+        for wide in ({}, {"communication_data_type": "fp32"}):
+            engine = bare(config | wide)
+            train_bare(engine, mine)
+            results[f"D40 {stage}"].append(-master(engine))
+            engine.destroy()
         with ours(config) as own:
             results[f"D40 {stage}"].append(train_ours(own, mine)["applied"][0])
         config = zero(stage, bf16=ON, communication_data_type="fp16")
@@ -565,9 +561,10 @@ def two_scalers():
     config = zero(2, **fp16(initial_scale_power=8), **AUTOCAST)
     engine = bare(config)
     applied = train_bare(engine, [2.0**-10])["applied"][0] / 2.0**-10
+    norm = float(engine.get_global_grad_norm()) / (math.sqrt(8) * 2.0**-10)
     engine.destroy()
     forget_autocast()
-    return {"applied": applied, "rejection": rejection(config)}
+    return {"applied": applied, "norm": norm, "rejection": rejection(config)}
 
 
 if __name__ == "__main__":
