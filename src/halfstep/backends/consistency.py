@@ -24,7 +24,15 @@ from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 from halfstep.optim.exchange import Exchanging
 
-__all__ = ["broadcast_tensors", "check_experts", "check_together", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
+__all__ = [
+    "broadcast_tensors",
+    "check_experts",
+    "check_together",
+    "compare_ranks",
+    "describe_model",
+    "describe_optimizers",
+    "is_plain",
+]
 
 _MOST_SHOWN = 3  # differences between ranks in an error
 _CHUNK_BYTES = 25 * 2**20  # of a broadcast, as DistributedDataParallel's buckets
