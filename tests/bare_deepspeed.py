@@ -9,6 +9,8 @@ def start_bare(model, optimizer, config):
     deepspeed = importlib.import_module("deepspeed")
     comm = importlib.import_module("deepspeed.comm.torch")
     comm.build_shm_op = lambda: None  # needs a C++ compiler, and is not used here
+    # It asks oneDNN, which on many CPUs has no fp16 products; the experiments need none.
+    importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True
     os.environ.setdefault("LOCAL_RANK", "0")
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
     settings |= {"steps_per_print": None} | config

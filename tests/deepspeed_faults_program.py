@@ -255,6 +255,21 @@ def reported_norm():
     return {"norms": norms}
 
 
+@case
+def cpu_without_fp16_products():
+    """A CPU for which oneDNN has no fp16 products: DeepSpeed does not start there, although torch computes in fp16."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    config = zero(1, **fp16())
+    accelerator.is_fp16_supported = lambda: False
+    with ours(config) as engine:
+        applied = train_ours(engine, [1.0])["applied"]
+    kept = accelerator.is_fp16_supported()
+    model, deepspeed = One(), importlib.import_module("deepspeed")
+    settings = config | {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    error = failure(lambda: deepspeed.initialize(model=model, optimizer=sgd(model), config=settings))
+    return {"applied": applied, "error": error, "kept": kept}
+
+
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 
 

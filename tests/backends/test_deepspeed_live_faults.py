@@ -197,6 +197,15 @@ def test_the_reported_norm_is_not_that_of_the_update(ranks):
         assert rank["norms"]["halfstep"] == pytest.approx([math.sqrt(8)] * 2)
 
 
+@pytest.mark.slow
+def test_fp16_starts_on_every_cpu(ranks):
+    """DeepSpeed rejects fp16 (D32) where oneDNN has no fp16 products; Halfstep trains there, and leaves DeepSpeed's answer as it is."""
+    for rank in ranks["cpu_without_fp16_products"]:
+        assert rank["error"].startswith("ValueError: Type fp16 is not supported")
+        assert rank["applied"] == [1]
+        assert rank["kept"] is False
+
+
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 
 
