@@ -6,7 +6,6 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/deepspe
 import importlib
 import logging
 import math
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from bare_deepspeed import forget_autocast, gathered, start_bare
 from halfstep.backends import deepspeed_backend
 from halfstep.backends.deepspeed import compare_gradients, describe_engine
 from halfstep.backends.deepspeed.blocks import build_scheduler
@@ -382,7 +382,7 @@ def unused_parameters():
         for spare in (True, False):
             engine.backward(engine(batches(1)[0][dist.get_rank()], spare=spare).pow(2).mean())
             engine.step()
-            with _gathered(engine):
+            with gathered(engine):
                 values.append(engine.module.spare.weight.detach().clone())
         moved[f"bare {stage}"] = float((values[1] - values[0]).abs().max())
         engine.destroy()
@@ -683,28 +683,9 @@ def wrong_gradients_stop():
 
 def bare(stage, mode=None, *, optimizer=adamw, model=None, **config):
     """An engine of deepspeed.initialize, without Halfstep."""
-    deepspeed = importlib.import_module("deepspeed")
-    comm = importlib.import_module("deepspeed.comm.torch")
-    comm.build_shm_op = lambda: None  # needs a C++ compiler, and is not used here
     model = model or Net()
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
-    settings |= {"zero_optimization": {"stage": stage}, "steps_per_print": None} | (
-        {mode: {"enabled": True}} if mode else {}
-    )
-    settings |= config
-    os.environ.setdefault("LOCAL_RANK", "0")
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=settings)
-    return engine
-
-
-def forget_autocast():
-    """Undo what an engine with torch_autocast leaves behind for every later engine of its process."""
-    module = importlib.import_module("deepspeed.runtime.torch_autocast")
-    module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
-
-
-def _gathered(engine):
-    return importlib.import_module("deepspeed").zero.GatheredParameters(list(engine.module.parameters()))
+    block = {mode: {"enabled": True}} if mode else {}
+    return start_bare(model, optimizer(model), {"zero_optimization": {"stage": stage}} | block | config)
 
 
 def drive(engine, count, *, dtype=torch.float32, spoil=(), size=1.0):
@@ -775,7 +756,7 @@ def sixteen_bit_sums():
         for factor in factors:
             engine.backward(engine() * factor)
             engine.step()
-        with _gathered(engine):
+        with gathered(engine):
             applied[f"bare {stage}"] = -float(engine.module.w.detach()[0])
         engine.destroy()
         model = One()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.backends.consistency import compare_ranks, describe_model, describe_optimizers, is_plain
+from halfstep.backends.consistency import check_experts, compare_ranks, describe_model, describe_optimizers, is_plain
 from halfstep.backends.ranks import Ranks
 from halfstep.errors import SettingError
 
@@ -59,6 +59,17 @@ class OfThree(Ranks):
             value,
             value | self._changed if isinstance(value, dict) else (str(self._changed) if self._changed else value),
         ]
+
+
+def test_experts_of_one_rank_are_rejected_by_name():
+    """The mark of an expert layer is allreduce=False; a parameter without it, or with True, is trained."""
+    model = nn.Linear(2, 2)
+    check_experts(model, "ddp")
+    model.weight.allreduce = True
+    check_experts(model, "ddp")
+    model.weight.allreduce = False
+    with pytest.raises(SettingError, match=r'weight are marked as experts of this rank.*backend="ddp"'):
+        check_experts(model, "ddp")
 
 
 def test_equal_ranks_pass():

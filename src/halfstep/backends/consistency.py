@@ -24,7 +24,15 @@ from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 from halfstep.optim.exchange import Exchanging
 
-__all__ = ["broadcast_tensors", "check_together", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
+__all__ = [
+    "broadcast_tensors",
+    "check_experts",
+    "check_together",
+    "compare_ranks",
+    "describe_model",
+    "describe_optimizers",
+    "is_plain",
+]
 
 _MOST_SHOWN = 3  # differences between ranks in an error
 _CHUNK_BYTES = 25 * 2**20  # of a broadcast, as DistributedDataParallel's buckets
@@ -82,6 +90,18 @@ def _content(value: Any) -> str:
         return str(_value(value))
     data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return f"{_form(value)} with hash {hashlib.sha256(data.numpy().tobytes()).hexdigest()[:8]}"
+
+
+def check_experts(module: nn.Module, backend: str) -> None:
+    """Raise for experts that differ between ranks: they would get rank 0's values, and the mean of different gradients."""
+    # The mark of DeepSpeed's and Megatron's expert layers, which exchange tokens and not gradients.
+    experts = [name for name, p in module.named_parameters() if getattr(p, "allreduce", True) is False]
+    if experts:
+        raise SettingError(
+            f'{few(experts)} are marked as experts of this rank (allreduce=False), and backend="{backend}" trains the same parameters on '
+            "every rank: it would overwrite them with those of rank 0 and average their gradients. Use an expert layer whose parameters "
+            "are the same on every rank, without that mark."
+        )
 
 
 # --- between ranks --------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from halfstep.backends.base import unwrap
 from halfstep.backends.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GradientReducer, Reductions
 from halfstep.backends.consistency import (
     broadcast_tensors,
+    check_experts,
     check_together,
     compare_ranks,
     describe_model,
@@ -85,6 +86,8 @@ class DataParallel(Replicas):
         if not (dist.is_available() and dist.is_initialized()):
             raise SettingError(_no_group())
         check_model(unwrap(model))
+        if dist.get_world_size(self.group_of(model)) > 1:
+            check_experts(unwrap(model), self.name)
         sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
         if sparse and self._context.world_size > 1:
             raise SettingError(

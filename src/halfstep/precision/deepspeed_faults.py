@@ -82,7 +82,9 @@ _GRADS = "writes data_types.grad_accum_dtype from the policy: fp32 for more than
 _AUTOCAST = (
     "torch_autocast is not enabled: Halfstep's own region casts, and its scaler scales; Policy.to_deepspeed rejects it"
 )
+_EXPERTS = "experts that differ between ranks are rejected by every backend with several ranks"
 _FIXED = (0, 19, 8)
+_SUM_STAGES = frozenset({1, 3})  # stage 2 reduces each micro-batch and sums in the format of the gradients
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -131,31 +133,31 @@ FAULTS: tuple[Fault, ...] = (
         "Engine.backward scales, and a bare loss.backward() raises", lambda s: s.is_dynamic_fp16 and s.stage > 0,
     ),
     Fault(
-        "D15", "override_loss_scale() without ZeRO", "the loss is scaled with one value and the gradient divided by "
-        "another", "own", _STAGE_0, lambda s: s.mode == "fp16" and not s.stage,
+        "D15", "override_loss_scale() without ZeRO", "the gradient is still divided by the scale before it", "own",
+        _STAGE_0, lambda s: s.mode == "fp16" and not s.stage,
     ),
     Fault(
         "D16", "16-bit weights without ZeRO", "the optimizer takes a step with zero gradients at initialization: weights "
         "decay, and Adam's bias correction is off by one", "own", _STAGE_0, lambda s: s.is_16_bit and not s.stage,
     ),
     Fault(
-        "D17", "16-bit weights without ZeRO, and not FusedAdam", "get_global_grad_norm() returns the norm times the scale",
-        "own", _NORM, lambda s: s.mode == "fp16" and not s.stage and not s.fused, measured=False,
+        "D17", "fp16 without ZeRO, and not FusedAdam", "get_global_grad_norm() returns the norm before the division by the "
+        "scale, and not that of the update", "own", _NORM, lambda s: s.mode == "fp16" and not s.stage and not s.fused,
     ),
     Fault(
         "D18", "mixture of experts, 16-bit weights without ZeRO, and not FusedAdam", "experts are missing from the norm, "
-        "and clipping is too weak", "own", _NORM,
-        lambda s: s.experts and s.is_16_bit and not s.stage and not s.fused and s.clip > 0, measured=False,
+        "and clipping is too weak", "reject", _EXPERTS,
+        lambda s: s.experts and s.is_16_bit and not s.stage and not s.fused and s.clip > 0,
     ),
     Fault(
         "D19", "mixture of experts, fp32 without ZeRO, with clipping", "the norm is averaged over ranks and depends on the "
-        "placement of experts", "own", _NORM, lambda s: s.experts and s.mode == "fp32" and not s.stage and s.clip > 0,
-        measured=False,
+        "placement of experts", "reject", _EXPERTS,
+        lambda s: s.experts and s.mode == "fp32" and not s.stage and s.clip > 0,
     ),
     Fault(
         "D20", "mixture of experts, 16-bit weights without ZeRO, FusedAdam", "the experts' norm is that of the weights, not "
-        "of the gradients", "own", _NORM, lambda s: s.experts and s.is_16_bit and not s.stage and s.fused and s.clip > 0,
-        until=_FIXED, measured=False,
+        "of the gradients", "reject", _EXPERTS,
+        lambda s: s.experts and s.is_16_bit and not s.stage and s.fused and s.clip > 0, until=_FIXED, measured=False,
     ),
     Fault(
         "D21", "bf16 without ZeRO, FusedAdam, after an overflow", "the step is applied and counted as skipped: NaN weights",
@@ -170,8 +172,9 @@ FAULTS: tuple[Fault, ...] = (
         "message", "own", _DECIDES, lambda s: s.is_bf16_optimizer, until=_FIXED,
     ),
     Fault(
-        "D24", "bf16 with ZeRO, after an overflow", "steps are skipped without a log line, and the scheduler stops", "own",
-        _DECIDES, lambda s: s.mode == "bf16" and s.stage > 0, until=_FIXED, measured=False,
+        "D24", "bf16 with ZeRO, after an overflow; from 0.19.8 on only at stage 1 with fp32 accumulation", "steps are skipped "
+        "without a log line, and the scheduler stops", "own", _DECIDES,
+        lambda s: s.mode == "bf16" and s.stage > 0 and (s.version < _FIXED or s.is_bf16_optimizer),
     ),
     Fault(
         "D25", "fp32 without ZeRO, NaN gradients", "they are applied: NaN weights", "own", _DECIDES,
@@ -183,9 +186,9 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: s.is_16_bit and s.accumulate > 1 and s.grad_accum in {None, s.mode},
     ),
     Fault(
-        "D37", "fp32 weights with a 16-bit grad_accum_dtype and ZeRO", "fp32 gradients are summed in 16 bits without "
+        "D37", "fp32 weights with a 16-bit grad_accum_dtype at stages 1 and 3", "fp32 gradients are summed in 16 bits without "
         "scaling", "reject", "16-bit sums of fp32 gradients are rejected (HS223)",
-        lambda s: s.mode == "fp32" and s.stage > 0 and s.grad_accum in {"fp16", "bf16"}, measured=False,
+        lambda s: s.mode == "fp32" and s.stage in _SUM_STAGES and s.grad_accum in {"fp16", "bf16"},
     ),
     Fault(
         "D38", "bf16 at stage 1 with fp32 accumulation, not offloaded", "another optimizer class (BF16_Optimizer) with no "
@@ -193,14 +196,14 @@ FAULTS: tuple[Fault, ...] = (
         "the engine for the truth table", lambda s: s.is_bf16_optimizer,
     ),
     Fault(
-        "D39", "bf16 at stage 1 with fp16 accumulation", "an assertion ends the run, or bf16 gradients lose their range in "
-        "fp16", "reject", "fp16 sums of bf16 gradients are rejected (HS222)",
-        lambda s: s.mode == "bf16" and s.stage == 1 and s.grad_accum == "fp16", measured=False,
+        "D39", "bf16 at stages 1 and 3 with fp16 accumulation", "bf16 gradients lose their range in fp16: a sum above 65504 "
+        "skips the step", "reject", "fp16 sums of bf16 gradients are rejected (HS222)",
+        lambda s: s.mode == "bf16" and s.stage in _SUM_STAGES and s.grad_accum == "fp16",
     ),
     Fault(
         "D40", "16-bit weights, no communication_data_type", "gradients cross ranks in 16 bits, even if they were summed "
         "in fp32", "avoid", "writes communication_data_type from the policy's reduce: fp32 by default",
-        lambda s: s.is_16_bit and s.communication is None, measured=False,
+        lambda s: s.is_16_bit and s.communication is None,
     ),
     Fault(
         "D41", "bf16 weights with an fp16 communication_data_type", "unscaled bf16 gradients overflow or vanish in fp16",
@@ -221,17 +224,17 @@ FAULTS: tuple[Fault, ...] = (
         lambda s: s.scales_autocast and s.stage > 0,
     ),
     Fault(
-        "D64", "fp16 autocast with ZeRO and several parameter groups", "the scale is updated once per group, and later "
-        "groups are divided by another scale", "own", _AUTOCAST,
-        lambda s: s.scales_autocast and s.stage > 0 and s.num_groups > 1, measured=False,
+        "D64", "fp16 autocast with ZeRO and several parameter groups", "the scale is updated once per group, and groups "
+        "after one on which it grew are divided by another scale", "own", _AUTOCAST,
+        lambda s: s.scales_autocast and s.stage > 0 and s.num_groups > 1,
     ),
     Fault(
         "D65", "fp16 autocast, after a resume", "the scale is not in the checkpoint and restarts at 65536", "own",
-        "the state of Halfstep's scaler is in every checkpoint", lambda s: s.scales_autocast, measured=False,
+        "the state of Halfstep's scaler is in every checkpoint", lambda s: s.scales_autocast,
     ),
     Fault(
-        "D66", "fp16 mode together with fp16 autocast", "the loss is scaled by one scaler and divided by the other: norms "
-        "256 times too large", "reject", "two modes at once are rejected (HS202)",
+        "D66", "fp16 mode together with fp16 autocast", "the loss is scaled by one scaler and the gradient divided by "
+        "both: updates are too small by the fp16 scale, and the reported norm is wrong", "reject", "two modes at once are rejected (HS202)",
         lambda s: s.mode == "fp16" and s.scales_autocast,
     ),
     Fault(

@@ -42,6 +42,7 @@ class Setup:
     fused: bool = False  # DeepSpeed's FusedAdam or a 1-bit Adam, which at stage 0 get the fused wrapper
     experts: bool = False  # the model has mixture-of-experts layers
     num_groups: int = 1  # parameter groups of the optimizer
+    version: Version = ()  # of DeepSpeed
 
     @property
     def is_16_bit(self) -> bool:
@@ -106,6 +107,7 @@ def read_setup(
         fused=fused,
         experts=experts,
         num_groups=num_groups,
+        version=version,
     )
 
 

@@ -43,6 +43,7 @@ from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend, unwrap
 from halfstep.backends.consistency import (
     broadcast_tensors,
+    check_experts,
     check_together,
     compare_ranks,
     describe_model,
@@ -173,6 +174,7 @@ class DeepSpeed(Backend):
         self._policy = policy
         check_options(self._settings, policy, self.stage)
         check_model(unwrap(model), policy, self._fp32)
+        check_experts(unwrap(model), self.name)  # with one rank too: DeepSpeed wants them in groups of their own
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Compare the ranks, and give all of them the parameters and buffers of rank 0."""

@@ -70,7 +70,7 @@ def start_engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: Ma
     _set_local_rank(device)
     # torch 2.13 has new names for collectives that DeepSpeed calls in every step.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
-    with _quiet(), _without_compiled_op(device):
+    with _quiet(), _adapted_to_cpu(device):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config))
     return engine
 
@@ -108,17 +108,20 @@ def _set_local_rank(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _without_compiled_op(device: torch.device) -> Iterator[None]:
-    """On a CPU, use gloo's own sums.
+def _adapted_to_cpu(device: torch.device) -> Iterator[None]:
+    """On a CPU, use gloo's own sums, and start in fp16 on every one.
 
-    The first start on a CPU compiles a shared-memory sum, which takes 50 s and fails where there is no C++ compiler.
+    The first start on a CPU compiles a shared-memory sum, which takes 50 s and fails where there is no C++ compiler. And
+    DeepSpeed rejects fp16 on CPUs for which oneDNN has no fp16 products, where torch computes them in another way.
     """
     if device.type != "cpu":
         yield
         return
     comm: Any = importlib.import_module("deepspeed.comm.torch")
+    accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
     build, comm.build_shm_op = comm.build_shm_op, lambda: None
+    asks, accelerator.is_fp16_supported = accelerator.is_fp16_supported, lambda: True
     try:
         yield
     finally:
-        comm.build_shm_op = build
+        comm.build_shm_op, accelerator.is_fp16_supported = build, asks

@@ -29,6 +29,7 @@ from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend, unwrap
 from halfstep.backends.consistency import (
     broadcast_tensors,
+    check_experts,
     check_together,
     compare_ranks,
     describe_model,
@@ -109,6 +110,8 @@ class FSDP(Backend):
         """Reject what FSDP2 would do in another precision than the policy, and settings that have no effect."""
         check_launched()
         self._policy = policy
+        if dist.get_world_size() > 1:
+            check_experts(unwrap(model), self.name)
         if not is_sharded_model(model):
             module = unwrap(model)
             check_shardable(module, named_units(module, self._shard), self._mesh)
