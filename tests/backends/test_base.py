@@ -14,7 +14,7 @@ from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
 
 HOOKS = (
-    "adapt", "compare", "check_together", "suggest_units", "check", "prepare", "context", "own", "settle", "gradients", "whole_weights", "forward_context", "agree_reference", "backward", "retained_gradients",
+    "adapt", "compare", "check_together", "suggest_units", "check", "group_of", "prepare", "context", "own", "settle", "gradients", "parts", "whole_weights", "forward_context", "agree_reference", "backward", "retained_gradients",
     "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "watch_overflows", "step", "share_buffers", "reset", "drop_copies", "local", "gather",
     "scatter", "ranks", "truth_rows", "close",
 )  # fmt: skip
