@@ -1,5 +1,7 @@
 """HalfstepPrecision and HalfstepCallback in Lightning's own Trainer, and the plugin of Fabric."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep.errors import SettingError
+from rank_processes import cases_of_ranks
 
 lightning = pytest.importorskip("lightning", reason="Requires: [lightning]")
 integration = pytest.importorskip("halfstep.integrations.lightning")
@@ -145,6 +148,23 @@ def test_settings_of_another_rule_for_the_scale_are_rejected():
     module = Module(adamw)
     with pytest.raises(SettingError, match="torch's rule"):
         trainer_of(policy="fp16,loss_scale=dynamic(semantics=deepspeed;init_scale=256)").fit(module, loader())
+
+
+def test_ranks_of_ddp_train_together():
+    """Weights and masters are the same on both ranks, although they start from different ones; all skip what one overflows."""
+    program = Path(__file__).parents[1] / "lightning_program.py"
+    ranks = cases_of_ranks(program)
+    for cases in ranks:
+        *fits, rejected = cases
+        assert [case["policy"] for case in fits] == ["fp32", "bf16", "bf16-lean", "fp16-lean"]
+        for case in fits:
+            assert case["weights"], case
+            assert case["masters"], case
+            assert case["finite"], case
+            assert 3 in case["skips"], case
+        assert "DistributedDataParallel" in rejected["error"]
+    for case in ranks[1][:-1]:
+        assert [3, "forward"] in case["causes"]
 
 
 # --- Fabric -------------------------------------------------------------------------------------------------------------

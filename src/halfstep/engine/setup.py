@@ -54,7 +54,17 @@ from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
-__all__ = ["PreparedRun", "as_list", "check_module", "check_run", "prepare_module", "prepare_run"]
+__all__ = [
+    "PreparedRun",
+    "as_list",
+    "check_module",
+    "check_run",
+    "convert_model",
+    "lean_layout",
+    "prepare_module",
+    "prepare_run",
+    "switch_tf32",
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ def check_run(
     check_residual(module, policy)
     check_recompute(recompute)
     check_recomputable(module, recompute)
-    layout = None if owned else _lean_layout(policy, always=gradient_release)
+    layout = None if owned else lean_layout(policy, always=gradient_release)
     if layout is not None:
         for optimizer in optimizers:
             check_masters(optimizer, **layout, release=gradient_release)
@@ -130,18 +140,10 @@ def prepare_run(
     shards, owned = backend is not None and backend.shards, backend is not None and backend.owns_optimizers
     options: dict[str, Any] = {"gradient_release": gradient_release, "recompute": recompute}
     check_run(module, optimizers, policy, shards=shards, owned=owned, **options)
-    params, layout = named_trainables(module, optimizers), _lean_layout(policy, always=gradient_release)
-    masters = cast_model(module, policy)
-    if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
-        set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
-    if policy.compute in {"bf16", "fp16"}:
-        ignore_fallback_warnings()  # the region does so too, but 16-bit weights may be multiplied outside of it
+    params, layout = named_trainables(module, optimizers), lean_layout(policy, always=gradient_release)
     undo = contextlib.ExitStack()
-    wrap_forwards(module, policy)
-    undo.callback(uncast_forwards, module)
-    if policy.is_lean:
-        widen_residual(module, policy, undo)
-        undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
+    masters = convert_model(module, policy, undo)
+    switch_tf32(policy, next(iter(params.values())).device)
     recompute_blocks(module, recompute, undo, compiled=compiled)
     if backend is not None and owned:
         stepped = backend.own(module, optimizers)
@@ -162,6 +164,25 @@ def prepare_run(
         join_ranks(stepped, policy.compute, context.process_group if context.world_size > 1 else None, undo)
     rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy) | fp32_row(module, policy)
     return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
+
+
+def convert_model(module: nn.Module, policy: Policy, undo: contextlib.ExitStack) -> dict[Tensor, Tensor]:
+    """Cast the weights and wrap the forwards that the policy changes; returns the fp32 values that were rounded, by parameter."""
+    masters = cast_model(module, policy)
+    if policy.compute in {"bf16", "fp16"}:
+        ignore_fallback_warnings()  # the region does so too, but 16-bit weights may be multiplied outside of it
+    wrap_forwards(module, policy)
+    undo.callback(uncast_forwards, module)
+    if policy.is_lean:
+        widen_residual(module, policy, undo)
+        undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
+    return masters
+
+
+def switch_tf32(policy: Policy, device: torch.device) -> None:
+    """Turn TF32 on or off where the policy computes in fp32 or TF32; process-wide, so nothing reverts it."""
+    if policy.compute in {"fp32", "tf32"} and device.type == "cuda":
+        set_tf32(policy.compute == "tf32")
 
 
 def _stepped(optimizer: torch.optim.Optimizer, layout: dict[str, str] | None) -> torch.optim.Optimizer:
@@ -227,7 +248,7 @@ def as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
-def _lean_layout(policy: Policy, *, always: bool) -> dict[str, str] | None:
+def lean_layout(policy: Policy, *, always: bool = False) -> dict[str, str] | None:
     """How lean optimizers store master and states under a policy; None where the user's optimizer steps as it is."""
     if not always and policy.params == "fp32" and policy.states == "fp32":
         return None

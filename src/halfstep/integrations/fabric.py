@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.plugins import Precision
 from torch import Tensor, nn
 
-from halfstep.engine.casting import cast_model, check_castable, check_patterns, sum_gradients_in_fp32, wrap_forwards
 from halfstep.engine.region import compute_region
 from halfstep.errors import SettingError
 from halfstep.hardware.accelerator import pick_device
+from halfstep.integrations.adoption import Adoption
 from halfstep.integrations.scaler import scaler_of
 from halfstep.integrations.versions import warn_if_untested
-from halfstep.optim.masters import WithMasters, add_masters
-from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
 __all__ = ["HalfstepPrecision"]
@@ -44,18 +41,11 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         self._accumulate = accumulate
         self._device = pick_device("auto")
         self.scaler = scaler_of(self.policy, self._device, {})
-        self._masters: dict[Tensor, Tensor] = {}  # fp32 values of weights, until their optimizer is known
-        self._adopted: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
+        self._adoption = Adoption(self.policy)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Called by `fabric.setup`: cast the weights of lean presets, and wrap what computes in fp32."""
-        check_model(module)
-        check_patterns(module, self.policy)
-        check_castable(module, self.policy)
-        self._masters |= cast_model(module, self.policy)
-        wrap_forwards(module, self.policy)
-        if self.policy.widens_grads(self._accumulate):
-            sum_gradients_in_fp32([p for p in module.parameters() if p.requires_grad], self.policy)
+        self._adoption.convert(module, self._accumulate)
         return module
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -68,7 +58,7 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient is not finite."""
-        stepped = self._stepped(optimizer)
+        stepped = self._adoption.adopt(optimizer)
         if self.scaler is None:
             return stepped.step(**kwargs)
         returned = self.scaler.step(stepped, **kwargs)
@@ -84,7 +74,7 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
                 f"{self.policy}: gradients in fp16 stay scaled until the step, which unscales them exactly, so Fabric cannot clip them. "
                 "Use halfstep.integrations.clipping.clip_by_norm(params, max_norm, scale), the Trainer's plugin, or a preset with fp32 weights."
             )
-        self.scaler.unscale_(self._stepped(optimizer))
+        self.scaler.unscale_(self._adoption.adopt(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler."""
@@ -94,16 +84,3 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         """Continue with a saved loss scale."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer itself, or the one with masters that has adopted it."""
-        if self.policy.params == "fp32" and self.policy.states == "fp32":
-            return optimizer
-        stepped = self._adopted.get(optimizer)
-        if stepped is None:
-            master = self.policy.master if self.policy.params != "fp32" else "none"
-            stepped = self._adopted[optimizer] = add_masters(optimizer, master=master, states=self.policy.states)
-            for param in (p for group in stepped.param_groups for p in group["params"] if p.requires_grad):
-                if isinstance(stepped, WithMasters):
-                    stepped.start_master(param, self._masters.pop(param, None))
-        return stepped

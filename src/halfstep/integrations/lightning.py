@@ -20,10 +20,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
+from halfstep.backends.base import unwrap
 from halfstep.engine.region import compute_region
-from halfstep.engine.setup import PreparedRun, prepare_run
 from halfstep.errors import SettingError
 from halfstep.hardware.accelerator import pick_device
+from halfstep.integrations.adoption import Adoption
 from halfstep.integrations.clipping import clip_by_norm
 from halfstep.integrations.monitor import Monitor, Outlet, own_optimizer
 from halfstep.integrations.scaler import scaler_of
@@ -42,32 +43,32 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         self.precision = str(self.policy)
         self.scaler: torch.amp.GradScaler | None = None
-        self._run: PreparedRun | None = None
+        self._adoption = Adoption(self.policy)
+        self._device = pick_device("auto")
         self._loaded: dict[str, Any] = {}
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Called by the Trainer before it wraps the model: cast the weights of lean presets."""
+        trainer = getattr(module, "_trainer", None)
+        self._adoption.convert(module, 1 if trainer is None else trainer.accumulate_grad_batches)
+        return module
 
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
-        """Called by the Trainer: cast the model, and adopt its optimizers where the policy needs masters."""
-        if not optimizers or self._run is not None:  # validation and tests have none
-            return model, optimizers, lr_schedulers
-        if not isinstance(model, LightningModule):
-            raise SettingError(
-                f"HalfstepPrecision works where the strategy leaves the model as it is (one device, or DDP before it wraps); it got "
-                f"{type(model).__name__}."
-            )
-        accumulate = model.trainer.accumulate_grad_batches
-        self._run = prepare_run(model, optimizers, self.policy, accumulate=accumulate)
-        self.scaler = scaler_of(self.policy, self._run.device, self._run.params)
-        if self.scaler is not None and self._loaded:
-            self.scaler.load_state_dict(self._loaded)
-        return model, list(self._run.optimizers), lr_schedulers
+        """Called by the Trainer: adopt the optimizers where the policy needs masters."""
+        self._device = next(model.parameters()).device
+        stepped = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+        if optimizers and self.scaler is None:
+            self.scaler = scaler_of(self.policy, self._device, dict(unwrap(model).named_parameters()))
+            if self.scaler is not None and self._loaded:
+                self.scaler.load_state_dict(self._loaded)
+        return model, stepped, lr_schedulers
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """The block in which steps of training, validation and tests compute."""
-        device = pick_device("auto") if self._run is None else self._run.device
-        with compute_region(device.type, self.policy.compute, lean=self.policy.is_lean):
+        with compute_region(self._device.type, self.policy.compute, lean=self.policy.is_lean):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
@@ -124,9 +125,7 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Called by the Trainer at the end; trained weights stay as they are."""
-        if self._run is not None:
-            self._run.undo.close()
-            self._run = None
+        self._adoption.close()
 
     @property
     def _is_scaled(self) -> bool:
