@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from halfstep.cli.options import data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -59,13 +60,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     metavar="K=V",
     help="Set seed, max_norm, warmup, device or timeout; may be repeated.",
 )
-@click.option(
-    "--data",
-    "data_dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR|SHARDS",
-    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
-)
+@data_option
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from halfstep.cli.options import data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -46,13 +47,7 @@ __all__ = ["command"]
 @click.option(
     "--recompute", metavar="cheap|SHARE", help="Recompute activations of repeated blocks in the backward pass."
 )
-@click.option(
-    "--data",
-    "data_dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR|SHARDS",
-    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
-)
+@data_option
 @click.option(
     "--strategy",
     "strategies",

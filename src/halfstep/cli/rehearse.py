@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from halfstep.cli.options import data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -29,13 +30,7 @@ _CONFIRM_STEPS, _CONFIRM_REPEATS = 50, 2
 @click.option("--steps", type=int, default=20, show_default=True, metavar="N", help="Number of fp32 steps.")
 @click.option("--batch", type=int, metavar="N", help="Batch size (default: the target's).")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set seed, max_norm or device; may be repeated.")
-@click.option(
-    "--data",
-    "data_dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR|SHARDS",
-    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
-)
+@data_option
 @click.option("--confirm", is_flag=True, help="Also train in fp32, fp16 and the proposal, and compare them.")
 @click.option(
     "--out",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from halfstep.cli.options import data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -45,13 +46,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="DeepSpeed configuration: ZeRO, and unless set here the precision, clipping and accumulation.",
 )
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
-@click.option(
-    "--data",
-    "data_dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR|SHARDS",
-    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
-)
+@data_option
 @click.option(
     "--logger",
     "loggers",

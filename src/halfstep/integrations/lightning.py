@@ -143,12 +143,8 @@ class HalfstepCallback(Callback):  # type: ignore[misc]
         self, *, every: int = 100, activations: bool = False, max_skips: int | None = 25, outlets: Sequence[Outlet] = ()
     ) -> None:
         warn_if_untested("lightning")
-        self._settings: dict[str, Any] = {
-            "every": every,
-            "activations": activations,
-            "max_skips": max_skips,
-            "outlets": outlets,
-        }
+        settings: dict[str, Any] = {"every": every, "activations": activations, "max_skips": max_skips}
+        self._attach: Callable[..., Monitor] = functools.partial(Monitor, outlets=outlets, **settings)
         self._monitor: Monitor | None = None
         self._step = 0
 
@@ -162,10 +158,8 @@ class HalfstepCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers and the scaler."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._monitor, self._step = (
-            Monitor(pl_module, trainer.optimizers, scaler, **self._settings),
-            trainer.global_step,
-        )
+        self._monitor = self._attach(pl_module, trainer.optimizers, scaler)
+        self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record how this micro-batch is computed."""

@@ -13,7 +13,8 @@ most of TRL's have, is passed to the callback, which then calls its `compute_los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,12 +47,8 @@ class HalfstepCallback(TrainerCallback):  # type: ignore[misc]
             raise SettingError(f"HalfstepCallback takes a transformers.Trainer, not {type(trainer).__name__}.")
         warn_if_untested("transformers")
         self._trainer = trainer
-        self._settings: dict[str, Any] = {
-            "every": every,
-            "activations": activations,
-            "max_skips": max_skips,
-            "outlets": outlets,
-        }
+        settings: dict[str, Any] = {"every": every, "activations": activations, "max_skips": max_skips}
+        self._attach: Callable[..., Monitor] = functools.partial(Monitor, outlets=outlets, **settings)
         self._monitor: Monitor | None = None
 
     @property
@@ -73,7 +70,7 @@ class HalfstepCallback(TrainerCallback):  # type: ignore[misc]
         """Attach to what the Trainer has made."""
         self._detach()  # from a run that raised
         assert model is not None
-        self._monitor = Monitor(model, [optimizer], getattr(optimizer, "scaler", None), **self._settings)
+        self._monitor = self._attach(model, [optimizer], getattr(optimizer, "scaler", None))
         if self._trainer is None:
             self._monitor.follow(model, args.gradient_accumulation_steps)
         else:
