@@ -542,10 +542,11 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=()):
     out = tmp_path / "killed"
     killed = 0
     while True:
-        resume = (out / "checkpoints").exists()
+        saved = (out / "checkpoints").exists()
+        resume = saved or (out / "run.jsonl").exists()  # a run may die before its first checkpoint
         kill_at = rng.randint(20, 90) if killed < kills else 0
         with start(
-            out, precision, resume=resume, epochs=epochs, kill_at=kill_at, settings=() if resume else settings
+            out, precision, resume=resume, epochs=epochs, kill_at=kill_at, settings=() if saved else settings
         ) as process:
             stdout, stderr = process.communicate(timeout=HANG_SECONDS)
         assert "Traceback" not in stderr, stderr
