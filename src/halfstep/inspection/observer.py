@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.backends.fsdp.groups import Groups, is_sharded_model
 from halfstep.engine.graph import loss_results
+from halfstep.engine.replay.undisturbed import MESSAGES
 from halfstep.hardware.tf32 import tf32_state
 from halfstep.inspection.masters import trained_params
 from halfstep.inspection.wrappers import Parts, optimizer_chain
@@ -33,7 +34,6 @@ from halfstep.watching.places import Places
 __all__ = ["Observer"]
 
 _REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Observer:
@@ -164,7 +164,7 @@ class Observer:
         if packet is None:  # a higher-order operator
             return
         namespace, _, name = str(packet).partition(".")
-        if namespace in _NAMESPACES:
+        if namespace in MESSAGES:
             if name.lstrip("_").startswith(_REDUCTIONS):
                 self._record_reduction(name, args)
         elif is_product(name):

@@ -26,6 +26,6 @@ def clip_by_norm(params: Iterable[Tensor], max_norm: float, scale: Tensor | None
     if scale is not None:
         norm = norm / scale.to(norm.device, torch.float32)
     factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
+    for device in {grad.device for grad in grads}:  # one launch for all of a device, not one for each
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return norm

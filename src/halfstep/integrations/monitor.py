@@ -2,7 +2,7 @@
 
 A library tells the Monitor three things: how a micro-batch can be computed again, the loss of each, and when a step is over.
 The rest is `halfstep.Watch` on the optimizer and the scaler that the library made, and, where there is no scaler, a
-`halfstep.Guard`, so that a NaN never reaches the weights. Nothing waits for the device.
+`halfstep.Guard`, so that a NaN never reaches the weights. No step after the first waits for the device.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from halfstep.engine.region import compute_region, recomputing
 from halfstep.engine.replay.record import Generators, MicroBatch, Replays
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["BufferCopies", "MessageError", "compute_losses", "run_backward", "scale_losses", "undisturbed"]
+__all__ = ["MESSAGES", "BufferCopies", "MessageError", "compute_losses", "run_backward", "scale_losses", "undisturbed"]
 
-_MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch.distributed's operations
+MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch.distributed's operations
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ class _NoMessages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises for messages between ranks: the others do not compute the step again, and would never answer."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _MESSAGES:
+        if func.namespace in MESSAGES:
             raise MessageError(str(func))
         return func(*args, **(kwargs or {}))
 
