@@ -117,9 +117,9 @@ def main() -> None:
     ignore_fallback_warnings()
     device = pick_device("auto")
     os.environ.setdefault("LOCAL_RANK", "0")
-    with tempfile.NamedTemporaryFile() as rendezvous:
+    with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{rendezvous.name}", rank=0, world_size=1
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
         )
         try:
             record = measure(args, device)

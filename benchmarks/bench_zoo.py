@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zoo_gradients import ACCURACY_ROWS, build_model, gradient_rows, leak_lines
 from zoo_models import CASES, COMPILED, HELD_BACK, Case
 from zoo_results import bars_of, describe_bar, ratio_of, render_tables
-from zoo_rows import COMPILED_ROWS, EAGER_ROWS, Loop, Row, make_loop, unavailable
+from zoo_rows import COMPILED_ROWS, EAGER_ROWS, RESIDUAL_ROW, Loop, Row, make_loop, unavailable
 
 from halfstep.backends.context import RunContext
 from halfstep.hardware.accelerator import pick_device
@@ -321,7 +321,8 @@ def main(argv: list[str] | None = None) -> None:
     default = list(HELD_BACK) if args.held_back else list(COMPILED if args.compile else CASES)
     cases = _choose(args.models, {**CASES, **HELD_BACK}, default, "model")
     all_rows = COMPILED_ROWS if args.compile else ACCURACY_ROWS if args.accuracy else EAGER_ROWS
-    rows = tuple(_choose(args.row, {row.name: row for row in all_rows}, [row.name for row in all_rows], "row"))
+    named = {row.name: row for row in (*all_rows, RESIDUAL_ROW)}
+    rows = tuple(_choose(args.row, named, [row.name for row in all_rows], "row"))
     if args.compile:
         torch._dynamo.config.recompile_limit *= len(rows)  # noqa: SLF001 - where torch has its settings
     start = time.perf_counter()

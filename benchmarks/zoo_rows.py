@@ -25,7 +25,17 @@ from halfstep.engine.engine import Engine
 from halfstep.jobs.job import Job
 from halfstep.scaling.scaler import LossScaler
 
-__all__ = ["COMPILED_ROWS", "EAGER_ROWS", "SCALE", "Loop", "Row", "cast_batch", "make_loop", "unavailable"]
+__all__ = [
+    "COMPILED_ROWS",
+    "EAGER_ROWS",
+    "RESIDUAL_ROW",
+    "SCALE",
+    "Loop",
+    "Row",
+    "cast_batch",
+    "make_loop",
+    "unavailable",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR, MAX_NORM, SCALE = 1e-5, 1.0, 2.0**8  # a small rate: the work of a step must not depend on what was learned
@@ -65,6 +75,7 @@ EAGER_ROWS = tuple(
         ),
     )
 )
+RESIDUAL_ROW = Row("bf16-lean,residual=fp32", "engine", "bf16", "bf16-lean,residual=fp32")  # runs only if it is named
 COMPILED_ROWS = (
     Row("torch AMP bf16 + compile", "amp", "bf16", compile=True),
     Row("pure bf16 + compile", "pure", "bf16", compile=True),
