@@ -63,7 +63,7 @@ def test_the_kernel_finds_the_extremes_that_the_reference_finds():
 @pytest.mark.gpu
 def test_on_a_gpu_lists_are_measured_in_several_launches(monkeypatch):
     """Views, special values and all dtypes, through probes whose waiting tensors exceed the limit several times."""
-    monkeypatch.setattr("halfstep.watching.probes.MOST_WAITING_BYTES", 1 << 16)
+    monkeypatch.setattr("halfstep.watching.probes._most_waiting_bytes", lambda device: 1 << 16)
     probes, tensors = Probes(), [tensor for dtype in DTYPES for tensor in cases(dtype)]
     numbers = [probes.add(tensor) for tensor in tensors]
     assert len(probes._tables) > 1

@@ -58,11 +58,17 @@ class Node:
 
 
 class BackwardTrace:
-    """Measures the gradients at every node of a graph."""
+    """Measures the gradients at every node of a graph.
 
-    def __init__(self, probes: Probes) -> None:
+    With `only_arriving`, a dtype, it measures what arrives at the nodes in that dtype and nothing else, in less than half of the
+    time: enough for `largest`, not for `origin`.
+    """
+
+    def __init__(self, probes: Probes, *, only_arriving: torch.dtype | None = None) -> None:
         self.nodes: list[Node] = []
         self._probes = probes
+        self._only = only_arriving
+        self._arrived: list[int | None] = []
         self._num_run = 0
         self._running: list[int] = []
         # By storage and version. The weak reference keeps the address of a storage from being used again.
@@ -86,6 +92,10 @@ class BackwardTrace:
     @contextlib.contextmanager
     def of_graph(self, roots: Sequence[Tensor]) -> Iterator[None]:
         """Measure a backward pass from these tensors in this block."""
+        if self._only is not None:
+            with self._arriving(roots):
+                yield
+            return
         thread, outer = threading.get_ident(), self._running[-1] if self._running else None
         graph = list(dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn)))
         start = len(self.nodes)
@@ -107,6 +117,22 @@ class BackwardTrace:
                     handles.append(node.register_prehook(self._enter(number, opaque)))
                 handles.append(node.register_hook(self._measure(number, custom, opaque)))
             del graph, index
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def _arriving(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        def measure(gradients: Sequence[Tensor | None]) -> None:
+            for gradient in gradients:
+                if gradient is not None and gradient.dtype == self._only:
+                    self._arrived.append(self._add(gradient))
+
+        nodes = dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn))
+        handles = [node.register_prehook(measure) for node in nodes]
+        del nodes
+        try:
             yield
         finally:
             for handle in handles:
@@ -180,5 +206,6 @@ class BackwardTrace:
 
     def largest(self, ranges: Sequence[Range], dtype: str) -> float:
         """The largest gradient of a dtype anywhere in the pass."""
-        probes = [p for node in self.nodes for p in (*node.inputs, *node.outputs) if p is not None]
-        return max((ranges[p].largest for p in probes if ranges[p].dtype == dtype and ranges[p].finite), default=0.0)
+        of_nodes = (p for node in self.nodes for p in (*node.inputs, *node.outputs))
+        seen = (ranges[p] for p in (*self._arrived, *of_nodes) if p is not None)
+        return max((each.largest for each in seen if each.dtype == dtype and each.finite), default=0.0)

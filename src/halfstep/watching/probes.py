@@ -25,8 +25,6 @@ from halfstep.kernels.table import Extent
 
 __all__ = ["OverwrittenError", "Probes", "Range", "storage_of", "version_of", "view_of"]
 
-MOST_WAITING_BYTES = 1 << 29
-
 
 @dataclass(frozen=True)
 class Range:
@@ -131,7 +129,7 @@ class Probes:
             self.storages.add(storage_of(tensor))
             self._waiting_bytes += extent.numel * tensor.itemsize
         self._num_measured += 1
-        if self._waiting_bytes >= MOST_WAITING_BYTES:
+        if self._waiting_bytes >= _most_waiting_bytes(tensor.device):
             self.flush()
         return number
 
@@ -202,6 +200,14 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+@functools.cache
+def _most_waiting_bytes(device: torch.device) -> int:
+    """1/64 of a GPU's memory: what waits cannot be freed, and a launch for less costs the host more time than it saves."""
+    if device.type != "cuda":
+        return 1 << 29
+    return int(torch.cuda.get_device_properties(device).total_memory) >> 6
 
 
 @functools.cache

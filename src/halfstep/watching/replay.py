@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep.engine.graph import is_custom, nodes_of, operation_of
@@ -220,10 +221,16 @@ class _Replay:
         return self.replays.scaler.settings.mode != "none" and self.case.scale != 1.0
 
     def _trace_backward(
-        self, losses: list[Tensor], scale: float, *, retain_graph: bool = False
+        self,
+        losses: list[Tensor],
+        scale: float,
+        *,
+        retain_graph: bool = False,
+        only_arriving: torch.dtype | None = None,
     ) -> tuple[BackwardTrace, list[Range]]:
         probes = Probes(at_once=self.careful)
-        trace, scaled = BackwardTrace(probes), scale_losses(self.replays, losses, self.batch.factor, scale)
+        trace = BackwardTrace(probes, only_arriving=only_arriving)
+        scaled = scale_losses(self.replays, losses, self.batch.factor, scale)
         with trace.followed():
             run_backward(self.replays, scaled, retain_graph=retain_graph)
         return trace, probes.read()
@@ -277,8 +284,8 @@ class _Replay:
         else:
             self.start.restore()
             losses = compute_losses(self.replays, self.batch)
-        trace, ranges = self._trace_backward(losses, 1.0)
-        finite = trace.origin(ranges) is None and not _bad_gradients(self.replays)
+        trace, ranges = self._trace_backward(losses, 1.0, only_arriving=getattr(torch, autopsy.dtype))
+        finite = not _bad_gradients(self.replays)
         largest, limit = trace.largest(ranges, autopsy.dtype), largest_finite(autopsy.dtype)
         fitting = None
         if finite and largest and limit is not None:

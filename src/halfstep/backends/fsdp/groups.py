@@ -66,6 +66,12 @@ class Unit:
         return [p.sharded_param for p in self.group.fsdp_params]
 
     @property
+    def num_ranks(self) -> int:
+        """Of the sum of its gradients: those of a shard times its replicas."""
+        mesh = self.group.mesh_info
+        return int(getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1))
+
+    @property
     def trained(self) -> list[Tensor]:
         """Those that require gradients."""
         return [p for p in self.params if p.requires_grad]
@@ -96,7 +102,8 @@ class Groups:
         """
         for unit in self.units:
             stored = {p.dtype for p in unit.trained}
-            native = stored == {dtype} and not widens
+            # A sum over one rank is exact in every dtype: no copies in another one.
+            native = (len(stored) == 1 if unit.num_ranks == 1 else stored == {dtype}) and not widens
             self._native = self._native and native
             wide = None if native else torch.float32
             unit.group.mp_policy = replace(unit.group.mp_policy, reduce_dtype=wide)
