@@ -1,4 +1,4 @@
-"""One rank of training runs on shards, and of the curves of ddp and fsdp: every case prints one line of JSON.
+"""One rank of training runs on shards, and of the curves of ddp, fsdp and ZeRO: every case prints one line of JSON.
 
 usage: RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/sharded_program.py FOLDER CASE...
 """
@@ -104,7 +104,7 @@ def trains(context, folder):
     steps = Steps()
     config = TrainConfig(batch=8, epochs=2, watch=None, device="cpu", backend="fsdp", ema=0.9)
     train(full_job(), config, precision="bf16-lean", out=folder / "trains", ranks=context, observer=steps)
-    return {"losses": steps.losses, "parameters": steps.parameters}
+    return {"losses": steps.losses, "parameters": steps.rows["parameters"]}
 
 
 def rejected(context, folder):
@@ -124,11 +124,11 @@ class Steps(SilentObserver):
     """Notes the loss, the loss scale and the decision of every step of this rank."""
 
     def __init__(self):
-        self.losses, self.decisions, self.parameters = [], [], ""
+        self.losses, self.decisions, self.rows = [], [], {}
 
     def started(self, engine, total_steps):
         """The run starts."""
-        self.parameters = dict(engine.truth().rows)["parameters"]
+        self.rows = dict(engine.truth().rows)
 
     def stepped(self, line):
         """The result of a step has arrived."""
@@ -143,7 +143,7 @@ def curve(out, precision, *, order=None, context=None, **settings):
     config = TrainConfig(**(CURVE | settings | ({"steps": 25} if is_fp16 else {})))
     job = curve_job(order, factor=FP16_FACTOR if is_fp16 else 1.0)
     train(job, config, precision=precision, out=out, ranks=context, observer=steps)
-    return {"losses": steps.losses, "decisions": steps.decisions}
+    return {"losses": steps.losses, "decisions": steps.decisions, "backend": steps.rows.get("backend")}
 
 
 def curves(context, folder):
@@ -153,6 +153,23 @@ def curves(context, folder):
         for backend in ("ddp", "fsdp")
         for precision in PRECISIONS
     }
+
+
+def zero_curves(context, folder):
+    """Every precision on every ZeRO stage, with buckets and partitions smaller than the model."""
+    values = {}
+    for stage in (0, 1, 2, 3):
+        path, own = folder / f"zero{stage}.json", folder / f"zero{stage}-{context.rank}.json"
+        zero = {"stage": stage, "reduce_bucket_size": 60}
+        if stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0}  # every weight is partitioned, small ones too
+        own.write_text(json.dumps({"zero_optimization": zero}))
+        own.replace(path)  # both ranks write the same
+        settings = {"backend": "deepspeed", "ds_config": str(path)}
+        for precision in PRECISIONS:
+            out = folder / f"zero{stage}-{precision}"
+            values[f"zero{stage} {precision}"] = curve(out, precision, context=context, **settings)
+    return values
 
 
 def moved(context, folder):

@@ -18,6 +18,7 @@ import torch
 from halfstep.backends.deepspeed.blocks import build_optimizer, build_scheduler
 from halfstep.backends.group import open_group
 from halfstep.backends.launch import read_launch
+from halfstep.errors import SettingError
 from halfstep.train import TrainConfig, train
 from halfstep.train.zero_file import settings_of_file
 from launch_job import make_job
@@ -37,13 +38,14 @@ FILES = {
     2: {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}},
     3: {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
+ONE_BIT = "onebit-adam,freeze_step=3,allow_unverified=true"  # unverified outside fp16
 
 
 def settings_of(stage):
     """The precision and the fields of a run with the file of a stage."""
     zero = {"stage": stage, "reduce_bucket_size": 60}
     path, own = FOLDER / f"ds-{stage}.json", FOLDER / f"ds-{stage}-{os.environ['RANK']}.json"
-    own.write_text(json.dumps({**COMMON, **FILES[stage], "zero_optimization": zero}))
+    own.write_text(json.dumps({**COMMON, **FILES.get(stage, FILES[3]), "zero_optimization": zero}))
     own.replace(path)  # both ranks write the same
     fields, precision = settings_of_file(path, CONFIG | {"ds_config": str(path)}, None, 2)
     return precision, fields
@@ -59,6 +61,15 @@ def run(context, stage, out, *, resume=False, **changed):
     )
     outcome = train(job, config, precision=precision, out=out, resume=resume, ranks=context)
     return {"steps": outcome.steps, "digest": digest(outcome), "loss": outcome.loss, "validation": outcome.validation}
+
+
+def replaced(context, stage):
+    """What a run with the file of a stage reports whose optimizer the command line replaces."""
+    out = FOLDER / f"one-bit-{stage}"
+    try:
+        return run(context, stage, out, optimizer=ONE_BIT)
+    except SettingError as error:
+        return {"error": str(error)}
 
 
 def killed(stage, port):
@@ -92,11 +103,14 @@ def main():
                     shutil.copytree(FOLDER / f"killed-{stage}", FOLDER / f"{name}-{stage}")
             report(f"whole {stage}", run(context, stage, FOLDER / f"whole-{stage}"))
             report(f"resumed {stage}", run(context, stage, FOLDER / f"killed-{stage}", resume=True))
+            for name in ("ddp", "fsdp"):
+                moved = FOLDER / f"{name}-{stage}"
+                report(f"{name} from stage {stage}", run(context, stage, moved, resume=True, backend=name))
         for name in ("ddp", "fsdp"):
-            moved = FOLDER / f"{name}-3"
-            report(f"{name} from stage 3", run(context, 3, moved, resume=True, backend=name))
-        report("stage 2 from fsdp", run(context, 2, FOLDER / "from-fsdp", backend="fsdp", steps=4))
-        report("stage 2 resumed", run(context, 2, FOLDER / "from-fsdp", resume=True))
+            run(context, 2, FOLDER / f"from-{name}", backend=name, steps=4)
+            report(f"stage 2 from {name}", run(context, 2, FOLDER / f"from-{name}", resume=True))
+        for stage in (0, 2):
+            report(f"one-bit {stage}", replaced(context, stage))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,54 @@ def test_warning_becomes_a_note():
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
     notes = merge_deepspeed(config).notes
     assert [note for note in notes if note.startswith("HS235 (parameter-offload-ignored): ")]
+
+
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3}}
+NORM = {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}
+FP16, BF16 = {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}
+AMP, ZERO = {"amp": {"enabled": True, "opt_level": "O2"}}, {"zero_optimization": {"stage": 2}}
+# The start of each row of the table in docs/deepspeed.md: configurations that disregard the tip, with a release and the rule.
+TIPS = {
+    "Use 1-bit Adam": [
+        (BF16 | {"optimizer": ONE_BIT}, "0.19.6", "HS245"),
+        ({"optimizer": ONE_BIT | {"type": "ZeroOneAdam"}}, "0.19.6", "HS245"),
+        (FP16 | ZERO | {"optimizer": ONE_BIT}, "0.19.6", "HS244"),
+        (FP16 | {"optimizer": ONE_BIT}, "0.19.6", "HS208"),
+        (FP16 | {"optimizer": ONE_BIT | {"type": "OneBitLamb"}}, "0.19.8", "HS246"),
+        (FP16 | {"optimizer": {**ONE_BIT, "params": {"comm_backend_name": "gloo"}}}, "0.19.6", "HS247"),
+    ],
+    "Do not combine Apex AMP": [(AMP | ZERO, "0.19.7", "HS205"), (AMP, "0.19.8", "HS206")],
+    "`max_grad_norm`": [
+        ({"optimizer": NORM}, "0.19.8", "HS241"),
+        (FP16 | ZERO | {"optimizer": NORM}, "0.18.2", "HS241"),
+        ({"max_grad_norm": 1.0}, "0.19.8", "HS253"),
+    ],
+    "An untested optimizer": [
+        (BF16 | ZERO | {"optimizer": {"type": "SGD"}}, "0.19.8", "HS242"),
+        (ZERO | {"optimizer": {"type": "Lamb"}, "zero_allow_untested_optimizer": True}, "0.19.8", "HS240"),
+    ],
+    "Defaults": [
+        (ZERO | {"fp16": {"enabled": True, "hysteresis": 0}}, "0.19.8", "HS213"),
+        (ZERO | {"fp16": {"enabled": True, "initial_scale_power": 32}}, "0.19.8", "HS215"),
+    ],
+    "fp16 needs loss scaling": [
+        (ZERO | {"bf16": {"enabled": True, "loss_scale": 0}}, "0.19.8", "HS251"),
+        (ZERO | {"bf16": {"enabled": True, "check_grad_overflow": False}}, "0.19.8", "HS209"),
+    ],
+}
+
+
+@pytest.mark.parametrize("tip", TIPS)
+def test_every_convergence_tip_is_found_by_the_rule_that_the_docs_name(tip):
+    """Each row of the table has a configuration that disregards it, and its rule reports that."""
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+    rows = page.partition("## Convergence tips, checked")[2].partition("|---|")[2].splitlines()[1:]
+    assert len(rows) == len(TIPS)
+    (row,) = (row for row in rows if row.startswith(f"| {tip}"))
+    named = row.split(" | ")[2].replace("HS211 to HS218", ", ".join(f"HS{n}" for n in range(211, 219)))
+    for config, version, code in TIPS[tip]:
+        assert code in named
+        assert code in {f.code for f in check_deepspeed({"train_batch_size": 8} | config, version=version)}, config
 
 
 def test_what_json_cannot_express_is_rejected():

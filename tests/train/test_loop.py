@@ -503,27 +503,22 @@ job = tiny_job(loss=loss)
 HANG_SECONDS = 600  # only a process that hangs takes as long
 
 
-@contextlib.contextmanager
-def start(out, precision, *, resume, epochs, kill_at=0, settings=()):
-    """A real `halfstep train`, which does not outlive the block."""
+def train_command(out, precision, *, resume, epochs, kill_at=0, settings=()):
+    """The arguments of `halfstep`, and the environment variables, of a run."""
     job = out.parent / "job.py"
     job.write_text(JOB_FILE)
-    command = [
-        sys.executable,
-        "-m",
-        "halfstep",
-        "train",
-        str(job),
-        "--out",
-        str(out),
-        "--epochs",
-        str(epochs),
-        "--json",
-    ]
-    command += ["--batch", "16", "--set", "save_every=2", "--precision", precision, *["--resume"] * resume]
-    command += [part for setting in settings for part in ("--set", setting)]
+    arguments = ["train", str(job), "--out", str(out), "--epochs", str(epochs), "--json"]
+    arguments += ["--batch", "16", "--set", "save_every=2", "--precision", precision, *["--resume"] * resume]
+    arguments += [part for setting in settings for part in ("--set", setting)]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "KILL_AT": str(kill_at), "RUN": str(out), "PYTHONPATH": path}
+    return arguments, {"OMP_NUM_THREADS": "1", "KILL_AT": str(kill_at), "RUN": str(out), "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def start(out, precision, **options):
+    """A real `halfstep train`, which does not outlive the block."""
+    arguments, variables = train_command(out, precision, **options)
+    command, env = [sys.executable, "-m", "halfstep", *arguments], os.environ | variables
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process
@@ -531,12 +526,38 @@ def start(out, precision, *, resume, epochs, kill_at=0, settings=()):
             process.kill()
 
 
+def run_alone(out, precision, **options):
+    """The exit code and the output of a `halfstep train` with its own interpreter."""
+    with start(out, precision, **options) as process:
+        output = process.communicate(timeout=HANG_SECONDS)
+    return process.returncode, *output
+
+
+@pytest.fixture(scope="module")
+def run_forked():
+    """As `run_alone`, in processes that share the imports of one interpreter."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "fork_commands.py")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
+
+        def run(out, precision, **options):
+            arguments, variables = train_command(out, precision, **options)
+            files = {name: str(out.parent / name) for name in ("out", "errors")}
+            request = {"arguments": arguments, "variables": variables, **files}
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            return int(server.stdout.readline()), *(Path(file).read_text() for file in files.values())
+
+        yield run
+        server.stdin.close()
+
+
 def num_lines(out):
     path = out / "run.jsonl"
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=()):
+def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=(), run=run_alone):
     """Train with SIGKILLs at random points of training and saving, and once without; the number of kills."""
     rng = random.Random(seed)
     out = tmp_path / "killed"
@@ -545,18 +566,16 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=()):
         saved = (out / "checkpoints").exists()
         resume = saved or (out / "run.jsonl").exists()  # a run may die before its first checkpoint
         kill_at = rng.randint(20, 90) if killed < kills else 0
-        with start(
+        code, stdout, stderr = run(
             out, precision, resume=resume, epochs=epochs, kill_at=kill_at, settings=() if saved else settings
-        ) as process:
-            stdout, stderr = process.communicate(timeout=HANG_SECONDS)
+        )
         assert "Traceback" not in stderr, stderr
-        if process.returncode == 0:
+        if code == 0:
             break
-        assert process.returncode == -signal.SIGKILL, stderr
+        assert code == -signal.SIGKILL, stderr
         killed += 1
-    with start(tmp_path / "plain", precision, resume=False, epochs=epochs) as process:
-        plain_stdout, stderr = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 0, stderr
+    code, plain_stdout, stderr = run(tmp_path / "plain", precision, resume=False, epochs=epochs)
+    assert code == 0, stderr
     assert json.loads(stdout)["steps"] == json.loads(plain_stdout)["steps"] == 4 * epochs
     a, b = (
         masters_of(load_checkpoint(CheckpointFolder(tmp_path / n / "checkpoints").latest()))
@@ -577,9 +596,9 @@ def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "precision"), list(enumerate(["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])))
-def test_sigkill_twenty_times(seed, precision, tmp_path):
+def test_sigkill_twenty_times(seed, precision, run_forked, tmp_path):
     """Four kills in each preset, twenty in all, at random points of training and of saving."""
-    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10) == 4
+    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10, run=run_forked) == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,4 +1,4 @@
-"""Jobs on FSDP2: initial values, resumes, validation, and the loss curves of single, ddp and fsdp."""
+"""Jobs on FSDP2: initial values, resumes, validation, and the loss curves of single, ddp, fsdp and ZeRO."""
 
 import itertools
 import shutil
@@ -10,7 +10,7 @@ from halfstep.train import TrainConfig, train
 from launch_commands import digest_of, torchrun
 from launch_job import make_job
 from launch_program import CONFIG
-from rank_processes import cases_of_ranks
+from rank_processes import DEEPSPEED, cases_of_ranks
 from sharded_jobs import Uneven
 from sharded_program import curve
 
@@ -179,8 +179,8 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_changes_nothing(launched, tm
 # --- the same curve on every backend ----------------------------------------------------------------------------------
 
 
-def check_curves(ranks, singles):
-    """Compare ddp and fsdp with single runs, and the ranks with each other.
+def check_curves(ranks, singles, backends=("ddp", "fsdp")):
+    """Compare backends with single runs, and the ranks with each other.
 
     The bound is the spread of the 8 single runs: the largest distance of any two. A run on ranks must be as close to one of
     them. Its distance to a given one would be no test: if only the order of its sums differs, that is the largest of all with
@@ -189,13 +189,13 @@ def check_curves(ranks, singles):
     for precision, (*orders, half) in singles.items():
         reference, bound = orders[0], max(distance(a, b) for a, b in itertools.combinations(orders, 2))
         assert min(distance(half, order) for order in orders) > 10 * bound  # a fault is far outside
-        for name in (f"ddp {precision}", f"fsdp {precision}"):
+        for name in (f"{backend} {precision}" for backend in backends):
             for rank in ranks:
                 losses = rank[name]["losses"]
                 assert len(losses) == 50
                 assert min(distance(losses, order) for order in orders) <= bound, name
                 assert precision != "fp32" or losses[0] == pytest.approx(reference[0], rel=1e-6)
-    for name in ("ddp fp16", "fsdp fp16"):
+    for name in (f"{backend} fp16" for backend in backends):
         decisions = [rank[name]["decisions"] for rank in ranks]
         assert all(other == decisions[0] for other in decisions), name
         assert {skipped for skipped, _ in decisions[0]} == {True, False}
@@ -217,3 +217,19 @@ def test_the_same_job_has_the_same_curve_on_single_ddp_and_fsdp(launched, single
 def test_the_same_curve_on_four_ranks(four, singles):
     """As on two."""
     check_curves(four["curves"], singles)
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    """The curves of every ZeRO stage on two ranks."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
+    folder = tmp_path_factory.mktemp("zero")
+    return by_case(cases_of_ranks(PROGRAM, folder, "zero_curves", timeout=600, imports=DEEPSPEED))["zero_curves"]
+
+
+@pytest.mark.slow
+def test_the_same_job_has_the_same_curve_on_every_zero_stage(zero, singles):
+    """As on ddp and fsdp, at stages 0 to 3."""
+    check_curves(zero, singles, [f"zero{stage}" for stage in range(4)])
+    for stage in (1, 2, 3):
+        assert f"ZeRO stage {stage}, " in zero[0][f"zero{stage} bf16"]["backend"]

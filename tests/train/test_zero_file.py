@@ -8,7 +8,9 @@ import torch
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.runlog import read_runlog
+from halfstep.errors import SettingError
 from halfstep.train import TrainConfig
+from halfstep.train.optimizer import replace_optimizer
 from halfstep.train.zero_file import ZeroFile
 from launch_commands import digest_of, torchrun
 from launch_job import make_job
@@ -41,9 +43,10 @@ def test_a_killed_run_resumes_with_the_same_bits(launched):
 
 @pytest.mark.slow
 def test_a_run_continues_on_another_backend(launched):
-    """ZeRO on ddp and fsdp, and fsdp on ZeRO, with the losses of the run that was not moved."""
+    """Every stage on ddp and fsdp, and these on ZeRO, with the losses of the run that was not moved."""
     _, cases = launched
-    for name, whole in (("ddp from stage 3", 3), ("fsdp from stage 3", 3), ("stage 2 resumed", 2)):
+    moves = [(f"{name} from stage {stage}", stage) for stage in STAGES for name in ("ddp", "fsdp")]
+    for name, whole in (*moves, ("stage 2 from ddp", 2), ("stage 2 from fsdp", 2)):
         for moved, stayed in zip(cases[name], cases[f"whole {whole}"], strict=True):
             assert moved["steps"] == 8
             assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-3), name
@@ -73,6 +76,17 @@ def test_the_command_line_restarts_a_killed_run(tmp_path, launched):
     assert digest_of(tmp_path / "run") == cases["whole 2"][0]["digest"]
 
 
+@pytest.mark.slow
+def test_a_one_bit_optimizer_replaces_that_of_the_file(launched):
+    """At stage 0, which is data parallelism; partitions of ZeRO are rejected with the reason, on every rank."""
+    folder, cases = launched
+    first, second = cases["one-bit 0"]
+    assert first["steps"] == 8
+    assert first["digest"] == second["digest"]
+    assert "1-bit Adam on 2 ranks" in json.dumps(read_runlog(folder / "one-bit-0" / "run.jsonl").header["truth"])
+    assert all("gives each rank a part of the gradients" in rank["error"] for rank in cases["one-bit 2"])
+
+
 def file_of(tmp_path, **blocks):
     """A file with these blocks, as the settings of a run."""
     path = tmp_path / "ds.json"
@@ -97,3 +111,19 @@ def test_blocks_of_the_file_replace_those_of_the_job(tmp_path, caplog):
         optimizer = file.optimizer(run, model)
         assert isinstance(optimizer, torch.optim.AdamW)
         assert isinstance(file.scheduler(run, model, optimizer), torch.optim.lr_scheduler.StepLR)
+
+
+def test_settings_of_the_file_reach_the_optimizer_that_replaces_its_own(tmp_path, caplog):
+    """`--set optimizer=` has the rates and betas of the file's optimizer; one without betas is rejected by its name."""
+    caplog.set_level("INFO")
+    run, model = RunContext.single("cpu"), torch.nn.Linear(2, 2)
+    block = {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.7, 0.8], "weight_decay": 0.25}}
+    own = ZeroFile(file_of(tmp_path, optimizer=block), make_job()).optimizer(run, model)
+    (group,) = replace_optimizer("onebit-adam,freeze_step=3", own).param_groups
+    assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (0.5, (0.7, 0.8), 0.25)
+    assert "OneBitAdam replaces AdamW, with its groups and lr, betas, eps, weight_decay" in caplog.text
+    sgd = ZeroFile(file_of(tmp_path, optimizer={"type": "SGD", "params": {"lr": 0.5}}), make_job()).optimizer(
+        run, model
+    )
+    with pytest.raises(SettingError, match="SGD, which it would replace, has no betas"):
+        replace_optimizer("onebit-adam", sgd)

@@ -1,7 +1,7 @@
 """`--set optimizer=onebit-adam,freeze_step=100`: the job's optimizer replaced by one that sends compressed values between ranks.
 
-Groups, learning rate, betas, eps and weight decay are those of the job's own optimizer, which must be of Adam's family. What the text
-names after the class replaces them, or sets what they do not have.
+Groups, learning rate, betas, eps and weight decay are those of the optimizer that it replaces, which must be of Adam's family: the
+job's own, or that of a ds_config.json. What the text names after the class replaces them, or sets what they do not have.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def check_optimizer(text: str) -> None:
 
 
 def replace_optimizer(text: str, optimizer: torch.optim.Optimizer) -> OneBitOptimizer:
-    """The optimizer that a text names, over the groups of the job's own."""
+    """The optimizer that a text names, over the groups of the one that the job or a ds_config.json has."""
     kind, settings = _parse(text)
     if not all("betas" in group for group in optimizer.param_groups):
         raise SettingError(
-            f"optimizer={text}: the job's {type(optimizer).__name__} has no betas to continue with. Use a job with Adam or AdamW, or build "
-            f"halfstep.optim.{kind.__name__} in the job."
+            f"optimizer={text}: {type(optimizer).__name__}, which it would replace, has no betas to continue with. Use Adam or AdamW in the job "
+            f"(or in the DeepSpeed configuration, if that has an optimizer), or build halfstep.optim.{kind.__name__} in the job."
         )
     names = [name for name in _SHARED if name not in settings]
     groups = [
@@ -50,6 +50,9 @@ def replace_optimizer(text: str, optimizer: torch.optim.Optimizer) -> OneBitOpti
         log_info(
             f"{kind.__name__} freezes its variance once that is stable (freeze_step=auto); steps are dense until then."
         )
+    log_info(
+        f"optimizer={text}: {kind.__name__} replaces {type(optimizer).__name__}, with its groups and {', '.join(names)}."
+    )
     return kind(groups, **settings)
 
 
