@@ -80,8 +80,11 @@ def _prediction_rows(predictions: dict[str, str], proof: Proof) -> list[Row]:
         truth = "yes" if first / last > _FALLS else "no"
         right = answer.strip().casefold() in {truth, truth[0]}
         label = name.casefold().replace("_", "-")
+        if not answer.strip():
+            rows.append(Row(label, "a prediction: yes or no", "none", False, "Predict before you read the outcome."))
+            continue
         measured = f"the loss went {reading}: {truth}"
-        rows.append(Row(label, f"your prediction: {answer.strip() or 'none'}", measured, right,
+        rows.append(Row(label, f"your prediction: {answer.strip()}", measured, right,
                         "" if right else f"Predict yes or no; here it was {truth}. halfstep learn choice shows the experiment."))  # fmt: skip
     return rows
 
