@@ -3,7 +3,7 @@
 RIGHT is (task, name, script); WRONG is (task, name, the rows that must fail, script).
 """
 
-SPEED = '''
+SPEED = """
 import time
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def run(use_amp):
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(4):
-        x, y = torch.randn(16, 16, device=device), torch.randint(4, (16,), device=device)
+        x, y = torch.randn(256, 16, device=device), torch.randint(4, (256,), device=device)
         optimizer.zero_grad(set_to_none=True)
         with autocast(device_type=device, dtype=torch.float16, enabled=use_amp):
             loss = nn.functional.cross_entropy(model(x), y)
@@ -33,10 +33,10 @@ def run(use_amp):
 for use_amp in (False, True):
     seconds, peak = run(use_amp)
     print(f"amp={use_amp}: {seconds:.4f} s, peak {peak} bytes")
-'''
+"""
 
 # The old names, a class, argparse, a main function, bf16, memory by the tensors saved for backward.
-SPEED_CLASS = '''
+SPEED_CLASS = """
 import argparse
 from time import time
 import torch
@@ -75,9 +75,9 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
-CLIP = '''
+CLIP = """
 import torch
 from torch import nn
 from torch.amp import GradScaler, autocast
@@ -96,10 +96,10 @@ for _ in range(4):
     scaler.step(optimizer)
     scaler.update()
 print("clipped")
-'''
+"""
 
 # The old names, clipping by hand, Adam, gradients that never reach max_norm by themselves.
-CLIP_BY_HAND = '''
+CLIP_BY_HAND = """
 import torch
 from torch.cuda.amp import GradScaler, autocast
 
@@ -126,10 +126,10 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 # Accumulation, another max_norm, a function that only gets objects.
-CLIP_ACCUMULATED = '''
+CLIP_ACCUMULATED = """
 import torch
 from torch.nn.utils import clip_grad_norm_
 def train(net, opt, amp, batches):
@@ -147,9 +147,9 @@ net = torch.nn.Linear(8, 2)
 train(net, torch.optim.SGD(net.parameters(), 0.5, momentum=0.9), torch.amp.GradScaler("cpu"),
       [(torch.randn(16, 8), 30 * torch.randn(16, 2)) for _ in range(8)])
 raise SystemExit(0)
-'''
+"""
 
-SKIP = '''
+SKIP = """
 import torch
 from torch import nn
 from torch.amp import GradScaler, autocast
@@ -169,10 +169,10 @@ for step in range(8):
     skipped += scaler.get_scale() < before
     print(f"step {step} loss {loss.item():.4f}")
 print(f"skipped steps: {skipped}")
-'''
+"""
 
 # Counts by the norm after unscale_, prints only if something was skipped, in words that depend on the number.
-SKIP_BY_NORM = '''
+SKIP_BY_NORM = """
 import math
 import torch
 class Trainer:
@@ -197,9 +197,9 @@ while len(trainer.history) < 7:
 bad = [n for n in trainer.history if not math.isfinite(n)]
 if bad:
     print(f"{len(bad)} step{'s were' if len(bad) > 1 else ' was'} skipped of {len(trainer.history)}")
-'''
+"""
 
-NET = '''
+NET = """
 import torch
 from torch import nn
 class Net(nn.Module):
@@ -213,9 +213,11 @@ class Net(nn.Module):
             self.wide.weight.mul_(1e6)
     def forward(self, x):
         return self.last(self.norm(self.wide(self.first(x))))
-'''
+"""
 
-UNSTABLE = NET + '''
+UNSTABLE = (
+    NET
+    + """
 from torch.amp import GradScaler, autocast
 device = "cuda" if torch.cuda.is_available() else "cpu"
 def train(dtype):
@@ -241,10 +243,11 @@ def train(dtype):
 for dtype in (torch.float16, torch.bfloat16):
     loss, bad = train(dtype)
     print(f"{dtype}: loss {loss}, unstable layers: {sorted(set(bad))}")
-'''
+"""
+)
 
 # A Sequential, a table of all layers, no hooks: the layers are called one by one.
-UNSTABLE_TABLE = '''
+UNSTABLE_TABLE = """
 import torch
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 1))
@@ -268,7 +271,7 @@ for dtype in [torch.bfloat16, torch.float16]:
         else:
             loss.backward()
             opt.step()
-'''
+"""
 
 EXPLANATION = '''
 EXPLANATION = """
@@ -282,13 +285,13 @@ FP16_WITH_SCALER_LOSS_FALLS = "yes"
 BF16_LOSS_FALLS = "yes"
 '''
 
-EXPLANATION_PRINTED = '''
+EXPLANATION_PRINTED = """
 def main():
     print("In float16 anything below about 6e-8 is rounded to 0, and many gradients are that tiny.")
     print("Loss scaling shifts them up into the representable range; unscale_ undoes it in fp32 before the update.")
     print("Unlike float16, bfloat16 spends 8 bits on the exponent, the same range as float32, at the cost of mantissa bits.")
 main()
-'''
+"""
 
 RIGHT = [
     (1, "speed", SPEED),
@@ -320,7 +323,7 @@ WRONG = [
     (1, "fp16_without_scaler", {"check", "scaled-loss"},
      changed(SPEED, (SCALED, PLAIN), ("scaler.step(optimizer)", "optimizer.step()"), ("scaler.update()", "pass"),
              ("scaler = GradScaler(device, enabled=use_amp)", "pass"))),
-    (1, "unscaled_backward", {"check", "scaled-loss"}, changed(SPEED, (SCALED, PLAIN))),
+    (1, "unscaled_backward", {"check", "run", "scaled-loss"}, changed(SPEED, (SCALED, PLAIN))),
     (1, "no_update", {"check", "run"}, changed(SPEED, ("        scaler.update()\n", ""))),
     (1, "another_model", {"model"}, changed(SPEED, ("nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)",
                                                     "nn.Linear(16, 32 + 8 * use_amp), nn.ReLU(), nn.Linear(32 + 8 * use_amp, 4)"))),
@@ -338,7 +341,7 @@ WRONG = [
                     "    scaler.step(optimizer)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)\n"))),
     (2, "clips_half_of_the_model", {"clipping"}, changed(CLIP, ("model.parameters(), max_norm", "model[0].parameters(), max_norm"))),
     (2, "no_update", {"check", "run"}, changed(CLIP, ("    scaler.update()\n", ""))),
-    (2, "one_step_without_update", {"check", "update"}, changed(CLIP, ("    scaler.update()\n", ""), ("range(4)", "range(1)"))),
+    (2, "one_step_without_update", {"check", "update"}, changed(CLIP, ("    scaler.update()\n", ""), ("range(4)", "range(1)"), ("GradScaler()", "GradScaler(init_scale=64.0)"))),
     (2, "unscaled_backward", {"check", "scaled-loss"}, changed(CLIP, (SCALED, PLAIN + "; scaler.scale(torch.zeros(1))"))),
     (2, "step_without_scaler", {"check", "gradient"},
      changed(CLIP, ("    scaler.unscale_(optimizer)\n", ""), ("scaler.step(optimizer)", "optimizer.step()"), ("    scaler.update()\n", ""),
@@ -376,7 +379,11 @@ ODD = [
     ("exits", {"run"}, "import sys\nsys.exit(4)\n"),
     ("exits_hard", {"run"}, "import os\nos._exit(4)\n"),
     ("hangs", {"run"}, "while True:\n    pass\n"),
-    ("needs_arguments", {"run"}, "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()\n"),
+    (
+        "needs_arguments",
+        {"run"},
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()\n",
+    ),
     ("asks", {"run"}, "input('name? ')\n"),
     ("imports_nothing", {"autocast"}, "x = 1\nprint(x)\n"),
     ("empty", {"code"}, ""),

@@ -36,7 +36,9 @@ class _Course(click.Group):
         return _unit_command(find_unit(cmd_name).name)
 
 
-@click.group("learn", cls=_Course, invoke_without_command=True, subcommand_metavar="[UNIT | quiz | practice | progress]")
+@click.group(
+    "learn", cls=_Course, invoke_without_command=True, subcommand_metavar="[UNIT | quiz | practice | progress]"
+)
 @_JSON
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
@@ -193,9 +195,13 @@ def _show_question(number: int, *, as_json: bool) -> None:
 
 @command.command("practice")
 @click.argument("number", type=click.IntRange(1, 5), metavar="N")
-@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, readable=True), metavar="[SCRIPT]")
+@click.argument(
+    "script", required=False, type=click.Path(exists=True, dir_okay=False, readable=True), metavar="[SCRIPT]"
+)
 @click.option("-o", "--output", metavar="FILE", help="Where to write the starter file.")
-@click.option("--seconds", type=click.FloatRange(min=1), metavar="S", help="Time limit of each run of the script (default 60).")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), metavar="S", help="Time limit of each run of the script (default 60)."
+)
 @_JSON
 def _practice(number: int, script: str | None, output: str | None, seconds: float | None, as_json: bool) -> None:
     """Practise: write a starter file for task N (1 to 5), or grade SCRIPT.

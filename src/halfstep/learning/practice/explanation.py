@@ -33,8 +33,14 @@ _UNDERFLOW = re.compile(
     r"|(?:below|smaller than|under) (?:the )?(?:smallest|minimum|min|lowest|2\*\*|2\^|6e-|3e-|5\.96e|2\.98e)",
     re.IGNORECASE,
 )
-_SCALES = re.compile(r"multipl\w*|scal(?:es|ed|ing|e)\b (?:up )?(?:the |its |our )?(?:loss|gradient)|loss[- ]scal\w*|larger|shifts?|moves?|lifts?|raises?", re.IGNORECASE)
-_DIVIDES = re.compile(r"divid\w*|unscal\w*|scal\w+ (?:them |it |the gradients )?(?:back|down)|undo\w*|undone|invers\w*|remov\w* the (?:scale|factor)", re.IGNORECASE)
+_SCALES = re.compile(
+    r"multipl\w*|scal(?:es|ed|ing|e)\b (?:up )?(?:the |its |our )?(?:loss|gradient)|loss[- ]scal\w*|larger|shifts?|moves?|lifts?|raises?",
+    re.IGNORECASE,
+)
+_DIVIDES = re.compile(
+    r"divid\w*|unscal\w*|scal\w+ (?:them |it |the gradients )?(?:back|down)|undo\w*|undone|invers\w*|remov\w* the (?:scale|factor)",
+    re.IGNORECASE,
+)
 _RANGE = re.compile(r"exponent|\brange\b|8[- ]bit exp|as (?:small|wide) (?:as|values)", re.IGNORECASE)
 # Claims that the formats contradict, by sentence: what is claimed -> the truth.
 _WRONG = (
@@ -109,12 +115,16 @@ def _claim_rows(text: str, proof: Proof) -> list[Row]:
 
 def _claim(name: str, expected: str, pattern: re.Pattern[str], text: str, shown: str, to_do: str) -> Row:
     stated = pattern.search(text) is not None
-    return Row(name, f"stated: {expected}", f"{'stated' if stated else 'not stated'}; {shown}", stated, "" if stated else to_do)
+    return Row(
+        name, f"stated: {expected}", f"{'stated' if stated else 'not stated'}; {shown}", stated, "" if stated else to_do
+    )
 
 
 def _is_claimed(pattern: str, text: str) -> bool:
     for sentence in re.split(r"(?<=[.;!?])\s+|\n\n", text):
         match = re.search(pattern, " ".join(sentence.split()), re.IGNORECASE)
-        if match and not re.search(r"\b(?:not|no|never|less|lower|than|unlike|n't)\b|n't", match.group(), re.IGNORECASE):
+        if match and not re.search(
+            r"\b(?:not|no|never|less|lower|than|unlike|n't)\b|n't", match.group(), re.IGNORECASE
+        ):
             return True
     return False

@@ -87,7 +87,9 @@ def _execute(spec: RunSpec, folder: Path, original: str) -> None:
                 with contextlib.suppress(Exception):
                     stream.flush()
             variables = {k: v for k, v in module.__dict__.items() if not k.startswith("__")}
-            _write(folder, ended, observer, layers if spec.layers else None, notes, variables, time.perf_counter() - start)
+            _write(
+                folder, ended, observer, layers if spec.layers else None, notes, variables, time.perf_counter() - start
+            )
         leave(code)
 
     leave, os._exit = os._exit, lambda code: finish({"ended": "exit", "exit_code": code}, code)  # type: ignore[assignment]
@@ -98,7 +100,7 @@ def _execute(spec: RunSpec, folder: Path, original: str) -> None:
         reset=lambda: (notes["resets"].append(len(observer.steps)), observer.operators.reset_peak()),
         note=lambda name, value: notes["memory_reads"].append((len(observer.steps), name, value)),
     )
-    mode = pretend_gpu(folders, memory, bf16=spec.bf16_supported)
+    mode = pretend_gpu(folders, memory, bf16=spec.bf16_supported, max_init_scale=spec.max_init_scale)
     observer.patch()
     if spec.layers:
         layers.patch()
@@ -112,8 +114,12 @@ def _execute(spec: RunSpec, folder: Path, original: str) -> None:
             exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)  # noqa: S102 - the reader's own script
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        ended = {"ended": "exit", "exit_code": code, "error": "" if isinstance(error.code, int | None) else str(error.code)}
-    except BaseException as error:  # noqa: BLE001 - whatever the script raises is its result
+        ended = {
+            "ended": "exit",
+            "exit_code": code,
+            "error": "" if isinstance(error.code, int | None) else str(error.code),
+        }
+    except BaseException as error:
         ended = {"ended": "error", "error": _message(error), "line": _line(error, script)}
         traceback.print_exc()
     finish(ended)
@@ -157,7 +163,7 @@ def _line(error: BaseException, script: Path) -> int | None:
 
 def _called_from(folders: tuple[str, ...]) -> bool:
     """Whether the caller of the caller is the script, or a module next to it."""
-    return str(Path(sys._getframe(2).f_code.co_filename).parent) in folders
+    return str(Path(sys._getframe(2).f_code.co_filename).parent) in folders  # noqa: SLF001 - the public ways are slow
 
 
 def _watch_clocks(folders: tuple[str, ...], note: Callable[[], None]) -> None:

@@ -21,7 +21,9 @@ class LayerObserver:
 
     def __init__(self) -> None:
         self.formats: set[str] = set()
-        self._stack: list[tuple[nn.Module, bool, list[bool]]] = []  # module, finite inputs, whether a part gave inf or NaN
+        self._stack: list[
+            tuple[nn.Module, bool, list[bool]]
+        ] = []  # module, finite inputs, whether a part gave inf or NaN
         self._roots: dict[int, nn.Module] = {}
         self._culprits: dict[tuple[int, str], nn.Module] = {}
 
@@ -58,7 +60,10 @@ class LayerObserver:
     def all_names(self, variables: Mapping[str, Any]) -> list[str]:
         """Names of all modules that have no parts."""
         leaves = {
-            id(m): m for root in self._searched(variables) for m in root.modules() if not any(True for _ in m.children())
+            id(m): m
+            for root in self._searched(variables)
+            for m in root.modules()
+            if not any(True for _ in m.children())
         }
         return sorted({name for m in leaves.values() for name in self._names(m, variables)})
 
@@ -68,7 +73,8 @@ class LayerObserver:
 
     def _names(self, module: nn.Module, variables: Mapping[str, Any]) -> list[str]:
         names = {name for root in self._searched(variables) for name, m in root.named_modules() if m is module and name}
-        names |= {name for name, value in variables.items() if value is module and not name.startswith("_")}
+        if not names:  # a module by itself is called by its variable
+            names = {name for name, value in variables.items() if value is module and not name.startswith("_")}
         return sorted(names) or [type(module).__name__]
 
 

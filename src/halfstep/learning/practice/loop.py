@@ -37,7 +37,11 @@ def run_row(run: Run, advice: str = "") -> Row:
         case "error":
             measured = f"{run.error}{where}"
             to_do = next((text for part, text in _REMEDIES.items() if part in run.error), "")
-            to_do = to_do or advice or "Correct the error; the script runs on the CPU, in an empty directory, without input."
+            to_do = (
+                to_do
+                or advice
+                or "Correct the error; the script runs on the CPU, in an empty directory, without input."
+            )
         case "exit" if run.exit_code:
             measured = f"it ended with exit code {run.exit_code}{': ' + run.error if run.error else ''}"
             to_do = "Let the script run without arguments and end with exit code 0."
@@ -62,6 +66,8 @@ def check_row(findings: Sequence[Finding], failing: frozenset[str]) -> Row:
 def loop_rows(run: Run, formats: tuple[str, ...], *, scaler: bool) -> list[Row]:
     """Rows about the steps that computed in 16 bits; `scaler`: whether a loss scale is part of the task."""
     steps = [step for step in run.steps if run.compute_of(step) in formats]
+    if not steps and not run.fine and any(b.compute in formats for b in run.backwards):
+        return _interrupted_rows(run, formats, scaler=scaler)
     rows = [_mixed_row(run, steps, formats)]
     if not steps:
         return rows
@@ -76,13 +82,27 @@ def loop_rows(run: Run, formats: tuple[str, ...], *, scaler: bool) -> list[Row]:
     return rows
 
 
+def _interrupted_rows(run: Run, formats: tuple[str, ...], *, scaler: bool) -> list[Row]:
+    """Rows about backward passes in 16 bits, none of which was followed by a step because the script failed before."""
+    backwards = [b for b in run.backwards if b.compute in formats]
+    wanted = " or ".join(formats)
+    passes = count_text(len(backwards), "backward pass", "backward passes")
+    rows = [Row("autocast", f"training steps compute in {wanted}", passes, True), _autocast_row(run, formats)]
+    bare = sum(not b.scaled and (scaler or b.compute == "fp16") for b in backwards)
+    to_do = "Create a GradScaler, and write scaler.scale(loss).backward() instead of loss.backward()."
+    measured = f"{bare} of {passes} without a loss scale" if bare else passes
+    return [*rows, Row("scaled-loss", "backward runs on scaler.scale(loss)", measured, not bare, to_do if bare else "")]
+
+
 def _mixed_row(run: Run, steps: Sequence[Step], formats: tuple[str, ...]) -> Row:
     wanted = " or ".join(formats)
     other = sorted({run.compute_of(step) for step in run.steps})
     measured = f"{count_text(len(steps), 'step')} in {', '.join(sorted({run.compute_of(s) for s in steps}))}"
     if not steps:
         measured = f"{count_text(len(run.steps), 'step')}{' in ' + ', '.join(other) if other else ''}, none in {wanted}"
-    to_do = f'Compute the forward pass under autocast(device_type="cuda", dtype=...) in {wanted}, and step the optimizer.'
+    to_do = (
+        f'Compute the forward pass under autocast(device_type="cuda", dtype=...) in {wanted}, and step the optimizer.'
+    )
     return Row("autocast", f"training steps compute in {wanted}", measured, bool(steps), "" if steps else to_do)
 
 
@@ -110,7 +130,9 @@ def scaled_row(run: Run, steps: Sequence[Step], *, scaler: bool) -> Row:
         ratio = mean_ratio(divided)
         change = f", which divided it: updates of {ratio:.2g} times the gradient" if ratio else ""
         measured = f"{count_text(len(divided), 'step')} of scaler.step on an unscaled loss{change}"
-        return Row("scaled-loss", expected, measured, False, "Write scaler.scale(loss).backward() instead of loss.backward().")
+        return Row(
+            "scaled-loss", expected, measured, False, "Write scaler.scale(loss).backward() instead of loss.backward()."
+        )
     if bare:
         formats = ", ".join(sorted({run.compute_of(step) for step in bare}))
         measured = f"{count_text(len(bare), 'step')} in {formats} without a loss scale"
@@ -135,11 +157,15 @@ def _gradient_row(run: Run, steps: Sequence[Step]) -> Row | None:
     expected = "the optimizer gets the true gradient"
     scaled = [(s, b) for s in measurable if (b := run.backward_of(s)) and b.scale > 1]
     still = [s for s, b in scaled if s.received_norm > s.true_norm * max(2.0, b.scale / 2)]  # type: ignore[operator]
-    if still:
-        measured = f"it got {mean_ratio(still):.6g} times the true gradient"
+    infinite = [s for s, b in scaled if not s.via_scaler and not b.finite]
+    if still or infinite:
+        times = f"{mean_ratio(still):.6g} times the true gradient" if still else "a gradient with inf or NaN"
+        measured = f"it got {times}"
         to_do = "Call scaler.step(optimizer) instead of optimizer.step(): it divides the gradients by the scale."
         return Row("gradient", expected, measured, False, to_do)
-    shrunk = [s for s, b in scaled if s.clip and s.clip.kind == "norm" and _is_near(s.received_norm, s.clip.limit / b.scale)]
+    shrunk = [
+        s for s, b in scaled if s.clip and s.clip.kind == "norm" and _is_near(s.received_norm, s.clip.limit / b.scale)
+    ]
     if shrunk:
         limit = shrunk[0].clip.limit if shrunk[0].clip else 1.0
         measured = f"it got a gradient of norm {shrunk[0].received_norm:.3g}: max_norm {limit:g} divided by the scale"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.learning.practice.memory import FORMATS, Operators
 from halfstep.learning.practice.record import Backward, Clip, RunSpec, Step
@@ -90,7 +91,10 @@ class Observer:
         torch.autograd.backward = observed(torch.autograd.backward)
 
     def _after_backward(self, *, under_autocast: bool, fresh: bool) -> None:
-        products = self.operators.products
+        with _disable_current_modes():  # what the observer computes is not the script's
+            self._note_backward(set(self.operators.products), under_autocast=under_autocast, fresh=fresh)
+
+    def _note_backward(self, products: set[str], *, under_autocast: bool, fresh: bool) -> None:
         number = len(self.backwards)
         compute = next((name for name in ("fp16", "bf16") if name in products), "fp32")
         params = [p for p in self._params() if p.grad is not None]
@@ -188,7 +192,7 @@ class Observer:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         divisor = getattr(optimizer, "grad_scale", None)
         divisor = 1.0 if divisor is None else float(divisor)
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             self._before = [p.detach().clone() for p in _params_of(optimizer)]
             self._received = [
                 torch.zeros(()) if p.grad is None else p.grad.float() / divisor for p in _params_of(optimizer)
@@ -203,7 +207,7 @@ class Observer:
     def _note(self, optimizer: Any, *, applied: bool, via_scaler: bool) -> None:
         params = _params_of(optimizer)
         norms: dict[str, Any] = {}
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             finite = all(bool(torch.isfinite(p).all()) for p in params)
             if applied and self._true:
                 norms = self._compare(optimizer, params)

@@ -87,14 +87,16 @@ class _Event:
         return True
 
 
-def pretend_gpu(folders: tuple[str, ...], memory: MemoryReads, *, bf16: bool) -> TorchFunctionMode:
+def pretend_gpu(
+    folders: tuple[str, ...], memory: MemoryReads, *, bf16: bool, max_init_scale: float | None = None
+) -> TorchFunctionMode:
     """Patch torch for this process; files in `folders` see a GPU. Returns the mode that the script has to run under."""
     cuda = torch.cuda
     truly_available = cuda.is_available
     capability = (8, 0) if bf16 else (7, 5)
 
     def is_available() -> bool:
-        caller = sys._getframe(1).f_code.co_filename
+        caller = sys._getframe(1).f_code.co_filename  # noqa: SLF001 - the public ways are slow
         return str(Path(caller).parent) in folders or truly_available()
 
     cuda.is_available = is_available
@@ -112,7 +114,7 @@ def pretend_gpu(folders: tuple[str, ...], memory: MemoryReads, *, bf16: bool) ->
         setattr(cuda, name, lambda *_, **__: None)
     _patch_memory(memory)
     mode = _OnCpu()
-    _patch_amp(mode)
+    _patch_amp(mode, max_init_scale)
     torch.compile = _uncompiled
     set_default = torch.set_default_device
     torch.set_default_device = lambda device: set_default(_cpu(device))
@@ -148,7 +150,7 @@ def _patch_memory(memory: MemoryReads) -> None:
         setattr(torch.cuda.memory, name, function)
 
 
-def _patch_amp(mode: _OnCpu) -> None:
+def _patch_amp(mode: _OnCpu, max_init_scale: float | None) -> None:
     """autocast and GradScaler for `cuda` are those of the CPU, enabled, with CUDA's default dtype.
 
     A script that has put its tensors on `cuda` and passes their `device.type` to autocast passes "cpu" here, and means `cuda`.
@@ -157,13 +159,16 @@ def _patch_amp(mode: _OnCpu) -> None:
 
     enter, create = autocast_mode.autocast.__init__, grad_scaler.GradScaler.__init__
 
-    def autocast_init(self: Any, device_type: Any, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    def autocast_init(
+        self: Any, device_type: Any, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
         if device_type == "cuda" or (device_type == "cpu" and mode.requested):
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         enter(self, device_type, dtype, enabled, cache_enabled)
 
-    def scaler_init(self: Any, device: str = "cuda", *args: Any, **options: Any) -> None:
-        create(self, _cpu(device), *args, **options)
+    def scaler_init(self: Any, device: str = "cuda", init_scale: float = 2.0**16, *args: Any, **options: Any) -> None:
+        limit = init_scale if max_init_scale is None else min(init_scale, max_init_scale)
+        create(self, _cpu(device), limit, *args, **options)
 
     autocast_mode.autocast.__init__ = autocast_init  # type: ignore[method-assign]
     grad_scaler.GradScaler.__init__ = scaler_init  # type: ignore[method-assign]

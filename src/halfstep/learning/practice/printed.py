@@ -31,8 +31,7 @@ def prints_count(runs: Sequence[tuple[str, int]]) -> bool:
         return False
     for place, value in places[positive[0]].items():
         if value == runs[positive[0]][1] and all(
-            each.get(place, 0.0 if count == 0 else None) == count
-            for each, (_, count) in zip(places, runs, strict=True)
+            each.get(place, 0.0 if count == 0 else None) == count for each, (_, count) in zip(places, runs, strict=True)
         ):
             return True
     return False
@@ -63,7 +62,9 @@ def named_layer(output: str, unstable: Collection[str], all_names: Collection[st
         kinds.setdefault(_kind(line, present), set()).update(present)
     single = [(line, present[0]) for line, present in lines if len(kinds[_kind(line, present)]) == 1]
     strong = [name for line, name in single if _BAD.search(line)]
-    weak = [name for line, name in single if not name.isdecimal() or re.search(r"layer|module|block", line, re.IGNORECASE)]
+    weak = [
+        name for line, name in single if not name.isdecimal() or re.search(r"layer|module|block", line, re.IGNORECASE)
+    ]
     marked = [present[0] for line, present in lines if _BAD.search(line)]
     for choice in (strong, weak, marked[:1]):
         if choice:

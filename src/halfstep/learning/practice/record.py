@@ -21,6 +21,9 @@ class RunSpec:
     boost: float | None = None  # the norm that the gradients are enlarged to after each backward pass
     layers: bool = False  # whether the outputs of modules are searched for inf and NaN
     operators: bool = True  # whether dtypes of products and live bytes are observed, which slows the run down
+    max_init_scale: float | None = (
+        None  # the largest initial scale of a GradScaler, so that early steps are not skipped
+    )
     bf16_supported: bool = True  # what torch.cuda.is_bf16_supported() returns
 
 

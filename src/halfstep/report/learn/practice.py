@@ -52,7 +52,14 @@ def grade_data(grade: Grade, script: str) -> dict[str, Any]:
         "passed": grade.passed,
         "rows": [asdict(row) for row in grade.rows],
         "findings": [
-            {"code": f.code, "name": f.name, "severity": f.severity, "line": f.line, "message": f.message, "instead": f.instead}
+            {
+                "code": f.code,
+                "name": f.name,
+                "severity": f.severity,
+                "line": f.line,
+                "message": f.message,
+                "instead": f.instead,
+            }
             for f in grade.findings
         ],
         "seconds": grade.seconds,

@@ -34,9 +34,7 @@ class Page:
         lines = [self.bold("Units of the course (halfstep learn UNIT)"), ""]
         for number, unit in enumerate(UNITS.values(), start=1):
             lines += [
-                self.fill(
-                    f"{number} {self._mark(progress.units.get(unit.name))} {unit.name:14} {unit.title}", 22, "  "
-                )
+                self.fill(f"{number} {self._mark(progress.units.get(unit.name))} {unit.name:14} {unit.title}", 22, "  ")
             ]
         right = sum(progress.answers.values())
         passed = sum(progress.practices.values())
@@ -96,9 +94,7 @@ class Page:
     def grade(self, grade: Grade) -> str:
         """Whether an answer is right, and the reason."""
         question = grade.question
-        verdict = (
-            self.paint("right", GREEN) if grade.right else f"{self.paint('wrong', RED)}, it is {question.answer}"
-        )
+        verdict = self.paint("right", GREEN) if grade.right else f"{self.paint('wrong', RED)}, it is {question.answer}"
         head = f"{question.number}{grade.letter}: {verdict}"
         return head + "\n" + self.fill(f"{question.reason} (halfstep learn quiz --show {question.number})", 3, "   ")
 
