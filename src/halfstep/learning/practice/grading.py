@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +14,9 @@ from halfstep.hardware.units import count_text
 from halfstep.learning.practice.explanation import explanation_rows
 from halfstep.learning.practice.launch import measure
 from halfstep.learning.practice.loop import LOOP_RULES, check_row, loop_rows, run_row
-from halfstep.learning.practice.printed import named_layer, numbers, prints_count
+from halfstep.learning.practice.printed import named_layer, prints_count
 from halfstep.learning.practice.record import Grade, Row, Run, RunSpec, Step
+from halfstep.learning.practice.speed import speed_rows
 from halfstep.learning.practice.tasks import TASKS
 
 __all__ = ["SECONDS", "grade_practice", "judge", "read_script", "run_specs"]
@@ -25,7 +25,6 @@ SECONDS = 60.0  # for each run of a script
 _LARGE_NORM = 1000.0  # gradients are enlarged to it if the script's own never reach max_norm
 _SMALL_SCALE = 128.0  # above 1, and small enough that steps are not skipped at the start
 _NEAR = 0.02  # relative
-_FEWEST_STEPS = 2
 
 
 def grade_practice(number: int, path: Path, seconds: float = SECONDS) -> Grade:
@@ -108,108 +107,6 @@ def _parses(text: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
-
-
-# Task 1.
-
-
-def _speed_and_memory(runs: Sequence[Run], findings: Sequence[Finding]) -> list[Row]:
-    run, timed = runs
-    full = [s for s in run.steps if run.compute_of(s) == "fp32"]
-    mixed = [s for s in run.steps if run.compute_of(s) in {"fp16", "bf16"}]
-    times = _step_times(run, timed)
-    advice = ""
-    if run.error.startswith("AssertionError") and full and mixed:
-        advice = "Do not assert a speed-up: on hardware without 16-bit units mixed precision is slower. Print what you measure."
-    rows = [
-        run_row(run, advice),
-        check_row(findings, LOOP_RULES),
-        Row("fp32", f"at least {_FEWEST_STEPS} steps in fp32", count_text(len(full), "step"), len(full) >= _FEWEST_STEPS,
-            "" if len(full) >= _FEWEST_STEPS else "Train the same model in fp32 too, without autocast."),
-        *loop_rows(run, ("fp16", "bf16"), scaler=False),
-    ]  # fmt: skip
-    if full and mixed:
-        rows.append(_same_model_row(full, mixed))
-    if len(full) >= _FEWEST_STEPS and len(mixed) >= _FEWEST_STEPS:
-        rows += [_clock_row(run, times), _memory_row(run), _comparison_row(run, times)]
-    return rows
-
-
-def _step_times(run: Run, timed: Run) -> dict[str, float]:
-    """Seconds per step in fp32 and in 16 bits, in the run without observation of operators."""
-    steps = timed.steps if len(timed.steps) == len(run.steps) else run.steps
-    kinds: dict[str, list[float]] = {"fp32": [], "mixed": []}
-    previous = ""
-    for measured, step in zip(run.steps, steps, strict=True):
-        kind = "fp32" if run.compute_of(measured) == "fp32" else "mixed"
-        if kind == previous:  # the first step of a phase includes its set-up
-            kinds[kind].append(step.seconds)
-        previous = kind
-    return {kind: statistics.median(values) for kind, values in kinds.items() if values}
-
-
-def _same_model_row(full: Sequence[Step], mixed: Sequence[Step]) -> Row:
-    same = bool({s.model for s in full} & {s.model for s in mixed})
-    measured = "the same parameter shapes" if same else f"{full[0].model} in fp32, {mixed[0].model} in 16 bits"
-    to_do = "" if same else "Train the same model in both modes, or the numbers cannot be compared."
-    return Row("model", "the same model in both modes", measured, same, to_do)
-
-
-def _phases(run: Run) -> list[tuple[int, int]]:
-    """The range of steps, from the first to after the last, of each of the two modes."""
-    ranges = []
-    for wanted in (("fp32",), ("fp16", "bf16")):
-        indices = [i for i, s in enumerate(run.steps) if run.compute_of(s) in wanted]
-        ranges.append((indices[0], indices[-1] + 1))
-    return ranges
-
-
-def _clock_row(run: Run, times: dict[str, float]) -> Row:
-    read = all(sum(first <= n <= end for n in run.clock_reads) >= 2 for first, end in _phases(run))
-    # A clock that is not observed, such as datetime's, shows in the numbers.
-    candidates = [f(t) for t in times.values() for f in (lambda t: t, lambda t: t * 1000, lambda t: 1 / t)]
-    printed = sum(any(0.5 < n / c < 2 for c in candidates if c) for n in numbers(run.output) if n > 0)
-    fine = read or printed >= 2
-    to_do = (
-        "Read time.perf_counter() before and after the steps of each mode (on a GPU, after torch.cuda.synchronize())."
-    )
-    return Row("speed", "time is measured in both modes", "it is" if fine else "a clock was not read around the steps of both",
-               fine, "" if fine else to_do)  # fmt: skip
-
-
-def _memory_row(run: Run) -> Row:
-    expected = "peak memory is read in both modes"
-    phases = sorted(_phases(run))
-    reads = [[r for r in run.memory_reads if first < r[0] <= end or r[0] == end] for first, end in phases]
-    late = [r for r in run.memory_reads if r[0] > phases[0][0]]
-    if not all(reads) and len(late) < 2:
-        to_do = "Read torch.cuda.max_memory_allocated() after the steps of each mode."
-        return Row("memory", expected, f"read {count_text(len(late), 'time')} after a step", False, to_do)
-    peaks = [r for r in run.memory_reads if r[1].startswith("max_")]
-    second = [r for r in peaks if r[0] > phases[1][0]]
-    first = [r for r in peaks if r[0] <= phases[1][0]]
-    reset = any(phases[0][1] <= n <= phases[1][1] for n in run.resets)
-    if first and second and not reset and first[-1][2] == second[-1][2] and first[-1][2] > 0:
-        to_do = (
-            "Call torch.cuda.reset_peak_memory_stats() before the second mode: the peak was still that of the first."
-        )
-        return Row(
-            "memory", expected, f"the same peak twice, {second[-1][2] / 1024:.0f} KiB, without a reset", False, to_do
-        )
-    names = ", ".join(sorted({r[1] for r in run.memory_reads}))
-    return Row("memory", expected, f"read by {names}", True)
-
-
-def _comparison_row(run: Run, times: dict[str, float]) -> Row:
-    distinct = set(numbers(run.output))
-    fine = len(distinct) >= 2
-    measured = f"{len(distinct)} different numbers"
-    if len(times) == 2:
-        measured += (
-            f"; by the grader: fp32 {times['fp32'] * 1000:.2f} ms per step, mixed {times['mixed'] * 1000:.2f} ms"
-        )
-    to_do = "Print the time and the peak memory of both modes."
-    return Row("report", "times and memory of both modes are printed", measured, fine, "" if fine else to_do)
 
 
 # Task 2.
@@ -394,7 +291,7 @@ def _layer_row(run: Run) -> Row:
 
 
 _JUDGES: dict[int, Callable[[Sequence[Run], Sequence[Finding]], list[Row]]] = {
-    1: _speed_and_memory,
+    1: speed_rows,
     2: _clipping,
     3: _skipped_steps,
     4: _unstable_layer,

@@ -92,12 +92,18 @@ def _execute(spec: RunSpec, folder: Path, original: str) -> None:
             )
         leave(code)
 
-    leave, os._exit = os._exit, lambda code: finish({"ended": "exit", "exit_code": code}, code)  # type: ignore[assignment]
+    system: Any = os
+    leave, system._exit = system._exit, lambda code: finish({"ended": "exit", "exit_code": code}, code)  # noqa: SLF001 - its public name
     folders = (str(script.parent), original)
+
+    def reset() -> None:
+        notes["resets"].append(len(observer.steps))
+        observer.operators.reset_peak()
+
     memory = MemoryReads(
         current=lambda: observer.operators.live_bytes,
         peak=lambda: observer.operators.peak_bytes,
-        reset=lambda: (notes["resets"].append(len(observer.steps)), observer.operators.reset_peak()),
+        reset=reset,
         note=lambda name, value: notes["memory_reads"].append((len(observer.steps), name, value)),
     )
     mode = pretend_gpu(folders, memory, bf16=spec.bf16_supported, max_init_scale=spec.max_init_scale)
@@ -188,13 +194,14 @@ def _watch_clocks(folders: tuple[str, ...], note: Callable[[], None]) -> None:
         return result
 
     timeit.timeit, timeit.default_timer = timed, time.perf_counter
-    record = torch.cuda.Event.record
+    event_class: Any = torch.cuda.Event
+    record = event_class.record
 
     def recorded(event: Any, *args: Any) -> None:
         note()
         record(event, *args)
 
-    torch.cuda.Event.record = recorded  # type: ignore[method-assign]
+    event_class.record = recorded
 
 
 def _watch_process_memory(folders: tuple[str, ...], note: Callable[[str, float], None]) -> None:
@@ -216,7 +223,7 @@ def _watch_process_memory(folders: tuple[str, ...], note: Callable[[str, float],
 
         places.append((resource, "getrusage"))
     with contextlib.suppress(ImportError):
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         places += [(psutil.Process, "memory_info"), (psutil.Process, "memory_full_info")]
     for place, name in places:

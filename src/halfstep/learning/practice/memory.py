@@ -20,11 +20,11 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv"
 _PRODUCT_PARTS = ("convolution", "linear", "attention", "_thnn", "lstm", "gru", "rnn")
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live bytes and notes the formats of matrix products."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self.products: set[str] = set()

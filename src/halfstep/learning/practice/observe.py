@@ -9,6 +9,7 @@ divided or clipped it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -56,13 +57,14 @@ class Observer:
         self._patch_backward()
         self._patch_scaler()
         self._patch_clipping()
-        created = torch.optim.Optimizer.__init__
+        owner: Any = torch.optim.Optimizer
+        created = owner.__init__
 
         def create(optimizer: Any, *args: Any, **options: Any) -> None:
             created(optimizer, *args, **options)
             self._optimizers.append(optimizer)
 
-        torch.optim.Optimizer.__init__ = create  # type: ignore[method-assign]
+        owner.__init__ = create
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -126,7 +128,7 @@ class Observer:
     def _patch_scaler(self) -> None:
         from halfstep.scaling.scaler import Scaler as EngineScaler
 
-        torch_scaler = torch.amp.GradScaler
+        torch_scaler: Any = torch.amp.GradScaler
         for owner in (torch_scaler, EngineScaler):
             self._patch_scale(owner)
         step, update = torch_scaler.step, torch_scaler.update
@@ -152,8 +154,8 @@ class Observer:
                 if self.steps:
                     self.steps[-1] = replace(self.steps[-1], scale_after=scaler.get_scale())
 
-        torch_scaler.step = observed_step  # type: ignore[method-assign]
-        torch_scaler.update = observed_update  # type: ignore[method-assign]
+        torch_scaler.step = observed_step
+        torch_scaler.update = observed_update
 
     def _patch_scale(self, owner: Any) -> None:
         original = owner.scale
@@ -169,7 +171,7 @@ class Observer:
 
             for tensor in [result] if isinstance(result, Tensor) else list(result):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(passed)
+                    tensor.register_hook(passed)  # type: ignore[no-untyped-call]
             return result
 
         owner.scale = scale
@@ -183,7 +185,8 @@ class Observer:
 
             return clip
 
-        for module in (nn.utils, nn.utils.clip_grad):
+        modules: tuple[Any, ...] = (nn.utils, nn.utils.clip_grad)
+        for module in modules:
             module.clip_grad_norm_ = observed(module.clip_grad_norm_, "norm")
             module.clip_grad_value_ = observed(module.clip_grad_value_, "value")
 
@@ -261,4 +264,4 @@ def _params_of(optimizer: Any) -> list[Any]:
 
 
 def _norm(tensors: list[Any]) -> float:
-    return sum(float(t.detach().double().square().sum()) for t in tensors) ** 0.5
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))

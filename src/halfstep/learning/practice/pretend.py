@@ -105,7 +105,7 @@ def pretend_gpu(
     cuda.is_bf16_supported = lambda *_, **__: bf16
     cuda.get_device_name = lambda *_: "CPU in place of a GPU"
     cuda.get_device_capability = lambda *_: capability
-    cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment, return-value]
+    cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment]
         name="CPU in place of a GPU", total_memory=_TOTAL_BYTES, major=capability[0], minor=capability[1],
         multi_processor_count=1,
     )  # fmt: skip

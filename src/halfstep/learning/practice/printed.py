@@ -85,7 +85,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _names_in(line: str, names: Sequence[str]) -> list[str]:
-    places = {}
+    places: dict[str, tuple[int, int]] = {}
     for name in names:
         match = _pattern(name).search(line)
         if match and not any(start <= match.start() < end for start, end in places.values()):

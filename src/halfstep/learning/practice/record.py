@@ -134,7 +134,7 @@ class Run:
         )
         layers = tuple(Layer(tuple(each["names"]), each["compute"]) for each in data.pop("layers", ()))
         reads = tuple((int(n), str(name), float(value)) for n, name, value in data.pop("memory_reads", ()))
-        rest = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        rest: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         return cls(backwards=backwards, steps=steps, layers=layers, memory_reads=reads, **rest)
 
 
