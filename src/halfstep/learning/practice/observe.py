@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.learning.practice.memory import FORMATS, Operators
 from halfstep.learning.practice.record import Backward, Clip, RunSpec, Step
+from halfstep.scaling.scaler import Scaler as EngineScaler
 
 __all__ = ["Observer"]
 
@@ -126,8 +127,6 @@ class Observer:
     # Scaling.
 
     def _patch_scaler(self) -> None:
-        from halfstep.scaling.scaler import Scaler as EngineScaler
-
         torch_scaler: Any = torch.amp.GradScaler
         for owner in (torch_scaler, EngineScaler):
             self._patch_scale(owner)
