@@ -293,6 +293,31 @@ def main():
 main()
 """
 
+# No scaler and no clipping call of its own: halfstep.Engine does both.
+ENGINE = """
+import torch, halfstep
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 3)
+opt = torch.optim.SGD(model.parameters(), lr=1.0)
+engine = halfstep.Engine(model, opt, precision="fp16", max_norm=1.0)
+skipped = 0
+for _ in range(8):
+    x, y = torch.randn(16, 8), 5 * torch.randn(16, 3)
+    with engine.forward():
+        loss = torch.nn.functional.mse_loss(model(x), y)
+    engine.backward(loss)
+    result = engine.step()
+    skipped += bool(result.skipped)
+print("skipped:", skipped)
+engine.close()
+"""
+
+SKIP_COUNTED_BY_HALFSTEP = (
+    SKIP.replace('scaler = GradScaler("cuda")', 'import halfstep\nscaler = halfstep.GradScaler("cuda")')
+    .replace("    skipped += scaler.get_scale() < before\n", "")
+    .replace("{skipped}", "{scaler.counts()}")
+)
+
 RIGHT = [
     (1, "speed", SPEED),
     (1, "speed_class", SPEED_CLASS),
@@ -301,6 +326,9 @@ RIGHT = [
     (2, "clip_accumulated", CLIP_ACCUMULATED),
     (3, "skip", SKIP),
     (3, "skip_by_norm", SKIP_BY_NORM),
+    (2, "engine", ENGINE),
+    (3, "engine", ENGINE.replace("lr=1.0", "lr=0.1")),
+    (3, "skip_counted_by_halfstep", SKIP_COUNTED_BY_HALFSTEP),
     (4, "unstable", UNSTABLE),
     (4, "unstable_table", UNSTABLE_TABLE),
     (5, "explanation", EXPLANATION),
