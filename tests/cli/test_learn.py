@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+import practice_scripts
 from halfstep.cli import cli
 from halfstep.cli import learn as learn_command
 from halfstep.learning.experiment import Outcome, Reading
@@ -180,3 +181,61 @@ def test_a_state_directory_that_cannot_be_written_is_a_warning(monkeypatch, tmp_
     assert result.exit_code == 0
     assert "1 of 1 answer right" in result.output
     assert "progress was not recorded" in result.output
+
+
+def test_practice_writes_a_starter_and_never_overwrites(tmp_path, monkeypatch):
+    """The task is printed; an existing file is a usage error and stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    result = run("practice", "2")
+    assert result.exit_code == 0
+    assert "max_norm = 1.0" in result.output
+    (file,) = tmp_path.glob("practice2*.py")
+    file.write_text("mine")
+    again = run("practice", "2")
+    assert again.exit_code == 2
+    assert "was not overwritten" in again.output
+    assert file.read_text() == "mine"
+    data = json.loads(run("practice", "5", "-o", "other.py", "--json").output)
+    assert data["file"] == "other.py"
+    assert "EXPLANATION" in (tmp_path / "other.py").read_text()
+    assert run("practice", "1", "-o", str(tmp_path / "no" / "folder.py")).exit_code == 2
+
+
+@pytest.mark.parametrize("args", [("0",), ("6",), ("x",), (), ("1", "missing.py"), ("1", "--seconds", "5"), ("1", ".")])
+def test_practice_with_unusable_arguments_is_a_usage_error(tmp_path, monkeypatch, args):
+    """Numbers outside 1 to 5, files that do not exist, options without effect."""
+    monkeypatch.chdir(tmp_path)
+    assert run("practice", *args).exit_code == 2
+    assert not list(tmp_path.glob("*.py"))
+
+
+def test_practice_of_a_binary_file_is_a_usage_error(tmp_path):
+    """Exit code 2 with the reason."""
+    file = tmp_path / "model.py"
+    file.write_bytes(b"\xff\xfe\x00")
+    result = run("practice", "1", str(file))
+    assert result.exit_code == 2
+    assert "not text" in result.output
+
+
+def test_practice_of_an_empty_file_fails_and_is_recorded(tmp_path, state):
+    """Exit code 3, a row with what to do, and no tick."""
+    file = tmp_path / "empty.py"
+    file.write_text("")
+    result = run("practice", "3", str(file), "--json")
+    assert result.exit_code == 3
+    data = json.loads(result.output)
+    assert not data["passed"]
+    assert [row["name"] for row in data["rows"]] == ["code"]
+    assert '"practice", "number": 3, "passed": false' in state.read_text()
+
+
+@pytest.mark.slow
+def test_a_passed_practice_ticks_its_box(tmp_path):
+    """Exit code 0, and the checkpoint shows it."""
+    file = tmp_path / "clip.py"
+    file.write_text(practice_scripts.CLIP)
+    result = run("practice", "2", str(file))
+    assert result.exit_code == 0, result.output
+    boxes = json.loads(run("progress", "--json").output)["boxes"]
+    assert boxes[2]["ticked"]

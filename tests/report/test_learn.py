@@ -1,14 +1,18 @@
 """The rendered course: verdicts name their basis, colour only on request, and docs/learn.md is what the code generates."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from halfstep.learning.experiment import EXPERIMENTS, Proof, Reading, run_experiment
+from halfstep.learning.practice.record import Grade, Row
 from halfstep.learning.progress import Progress
 from halfstep.learning.units import UNITS
+from halfstep.report.learn.notebook import render_notebook
 from halfstep.report.learn.page import render
+from halfstep.report.learn.practice import render_grade
 from halfstep.report.learn.text import Page, proof_data
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "learn.md"
@@ -79,7 +83,52 @@ def test_recorded_blocks_have_todays_readings(name):
     assert all(reading.label in block for reading in run_experiment(name).readings)
 
 
-def test_practice_is_listed_once_there_is_some():
-    """The list of units counts passed practices if one was recorded."""
-    assert "practice" not in Page().units(Progress())
+def test_passed_practices_are_counted():
+    """The list of units shows how many tasks were passed."""
+    assert "practice: 0 of 5 tasks passed" in Page().units(Progress())
     assert "practice: 1 of 5 tasks passed" in Page().units(Progress(practices={3: True, 4: False}))
+
+
+NOTEBOOK = PAGE.with_name("learn.ipynb")
+
+
+def test_the_notebook_is_generated():
+    """docs/learn.ipynb is what the code renders, and has a cell for every experiment of the units."""
+    assert NOTEBOOK.read_text() == render_notebook()
+    data = json.loads(render_notebook())
+    assert data["nbformat"] == 4
+    code = ["".join(cell["source"]) for cell in data["cells"] if cell["cell_type"] == "code"]
+    assert code[1:] == [f'show("{name}")' for unit in UNITS.values() for name in unit.experiments]
+    assert len({cell["id"] for cell in data["cells"]}) == len(data["cells"])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(capsys):
+    """Its cells run in order in one namespace, and every claim is true."""
+    names = {}
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    assert capsys.readouterr().out.count("-> true ") == len(cells) - 1
+
+
+@pytest.mark.parametrize("name", ["learn-training-loops", "learn-optimizers"])
+def test_the_code_of_the_continuations_runs(name):
+    """Each block of Python runs by itself; its assertions are the claims of the page."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.with_name(f"{name}.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block, {"__name__": "block"})
+
+
+def test_a_grade_fits_80_columns_and_shows_what_to_do():
+    """A failed row has its to-do; the verdict counts the rows."""
+    rows = (
+        Row("run", "the script runs", "it did", True),
+        Row("clipping", "is clipped " * 9, "1.5e-05 " * 9, False, "Call unscale_ " * 9),
+    )
+    text = render_grade(Page(), Grade(2, "Clipping", rows), "my.py")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "to do: Call unscale_" in text
+    assert "not passed: 1 of 2 criteria not met" in text
+    assert "\npassed" in render_grade(Page(), Grade(2, "Clipping", rows[:1]), "my.py")

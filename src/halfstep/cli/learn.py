@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,7 +36,9 @@ class _Course(click.Group):
         return _unit_command(find_unit(cmd_name).name)
 
 
-@click.group("learn", cls=_Course, invoke_without_command=True, subcommand_metavar="[UNIT | quiz | progress]")
+@click.group(
+    "learn", cls=_Course, invoke_without_command=True, subcommand_metavar="[UNIT | quiz | practice | progress]"
+)
 @_JSON
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
@@ -48,6 +51,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
     halfstep learn
     halfstep learn formats
     halfstep learn quiz
+    halfstep learn practice 2
     halfstep learn progress
     """
     if ctx.invoked_subcommand is not None:
@@ -186,6 +190,75 @@ def _show_question(number: int, *, as_json: bool) -> None:
     else:
         click.echo(page.proof(proof))
     if not proof.holds:
+        sys.exit(_BELOW_FULL_MARKS)
+
+
+@command.command("practice")
+@click.argument("number", type=click.IntRange(1, 5), metavar="N")
+@click.argument(
+    "script", required=False, type=click.Path(exists=True, dir_okay=False, readable=True), metavar="[SCRIPT]"
+)
+@click.option("-o", "--output", metavar="FILE", help="Where to write the starter file.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), metavar="S", help="Time limit of each run of the script (default 60)."
+)
+@_JSON
+def _practice(number: int, script: str | None, output: str | None, seconds: float | None, as_json: bool) -> None:
+    """Practise: write a starter file for task N (1 to 5), or grade SCRIPT.
+
+    SCRIPT is graded by `halfstep check` and by what it does in a run on the CPU, in a separate process and an empty working
+    directory; `cuda` in it means the CPU. Exit code 3 means that a criterion was not met.
+
+    \b
+    halfstep learn practice 2
+    halfstep learn practice 2 practice2_clipping.py
+    """
+    if script is None and seconds is not None:
+        raise click.UsageError("--seconds is for a script that is graded. Pass the script, or leave it out.")
+    if script is not None and output is not None:
+        raise click.UsageError("-o is for the starter file, which is written without SCRIPT. Remove one of the two.")
+    if script is None:
+        _write_starter(number, output, as_json=as_json)
+        return
+    require_packages("halfstep learn practice", "numpy")
+    _grade_practice(number, script, seconds, as_json=as_json)
+
+
+def _write_starter(number: int, output: str | None, *, as_json: bool) -> None:
+    from halfstep.learning.practice.starters import starter
+    from halfstep.learning.practice.tasks import TASKS
+    from halfstep.report.learn.practice import render_task, task_data
+
+    task = TASKS[number - 1]
+    path = Path(output or task.file)
+    try:
+        with path.open("x", encoding="utf-8") as file:  # an existing file is the reader's work
+            file.write(starter(number, task.title, str(path)))
+    except FileExistsError:
+        raise click.UsageError(
+            f"{path} exists and was not overwritten. Grade it: halfstep learn practice {number} {path}. For a new starter file, pass -o FILE."
+        ) from None
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror or error}. Pass -o FILE.") from None
+    click.echo(json.dumps(task_data(task, str(path)), indent=2) if as_json else render_task(_page(), task, str(path)))
+
+
+def _grade_practice(number: int, script: str, seconds: float | None, *, as_json: bool) -> None:
+    from halfstep.hardware.torch_build import require_torch
+    from halfstep.learning.practice.grading import SECONDS, grade_practice, read_script
+    from halfstep.learning.progress import record_practice
+    from halfstep.report.learn.practice import grade_data, render_grade
+
+    path = Path(script)
+    try:
+        read_script(path)
+    except SettingError as error:
+        raise click.UsageError(str(error)) from None
+    require_torch("halfstep learn practice")
+    grade = grade_practice(number, path, seconds or SECONDS)
+    click.echo(json.dumps(grade_data(grade, script), indent=2) if as_json else render_grade(_page(), grade, script))
+    _record(lambda: record_practice(number, passed=grade.passed))
+    if not grade.passed:
         sys.exit(_BELOW_FULL_MARKS)
 
 

@@ -58,11 +58,11 @@ class BoxState:
 
 
 BOXES = (
-    Box("Implement autocast and GradScaler in a training loop", ("autocast",), (2, 8, 9), (1,)),
-    Box("Compare memory usage with and without mixed precision", ("memory",), (1, 12), (2,)),
-    Box("Handle gradient clipping correctly with the scaler", ("clipping",), (10, 11), (3,)),
-    Box("Choose between float16 and bfloat16 for your hardware", ("formats", "choice"), (5, 6, 13), (4,)),
-    Box("Monitor for NaN losses and adjust scaling if needed", ("failures",), (4, 18), (5,)),
+    Box("Implement autocast and GradScaler in a training loop", ("autocast",), (2, 8, 9), (2, 3)),
+    Box("Compare memory usage with and without mixed precision", ("memory",), (1, 12), (1,)),
+    Box("Handle gradient clipping correctly with the scaler", ("clipping",), (10, 11), (2,)),
+    Box("Choose between float16 and bfloat16 for your hardware", ("formats", "choice"), (5, 6, 13), (4, 5)),
+    Box("Monitor for NaN losses and adjust scaling if needed", ("failures",), (4, 18), (3,)),
 )
 
 

@@ -1,6 +1,7 @@
 """docs/learn.md, generated from the units and from one run of their experiments.
 
-`python -m halfstep.report.learn.page > docs/learn.md` runs every experiment, about half a minute, and regenerates it.
+`python -m halfstep.report.learn.page > docs/learn.md` runs every experiment, about half a minute, and regenerates it;
+`python -m halfstep.report.learn.page --notebook > docs/learn.ipynb` the notebook, which has no outputs.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from halfstep.hardware.probe import probe
 from halfstep.hardware.torch_build import torch_version
 from halfstep.learning.experiment import run_experiment
+from halfstep.learning.practice.tasks import TASKS
 from halfstep.learning.progress import BOXES
 from halfstep.learning.questions import QUESTIONS
 from halfstep.learning.units import UNITS, Unit
+from halfstep.report.learn.notebook import render_notebook
 from halfstep.report.learn.text import Page
 
 __all__ = ["render"]
@@ -34,10 +37,12 @@ halfstep learn formats                  # one unit, by name or number
 halfstep learn quiz                     # {num_questions} questions, at a terminal
 halfstep learn quiz --answers 1b,2b,3b  # graded without asking
 halfstep learn quiz --show 4            # runs the experiment behind question 4
+halfstep learn practice 2               # writes a starter file for task 2 of 5
+halfstep learn practice 2 my.py         # grades a script
 halfstep learn progress                 # the checkpoint, ticked from what you have run
 ```
 
-Every command has `--json`. Exit code 3 means that a claim was not true on this machine, or that an answer was wrong; questions that are not answered
+Every command has `--json`. Exit code 3 means that a claim was not true on this machine, that an answer was wrong, or that a practice was not passed; questions that are not answered
 do not count. Output is at most 80 columns wide, and without colour if it is not a terminal or `NO_COLOR` is set.
 
 The course follows a lesson on mixed precision and a set of tips for DeepSpeed. Where an experiment does not confirm them as written, the unit has
@@ -45,7 +50,18 @@ a correction.
 
 **Progress** is recorded in `learn.jsonl`, one line of JSON for each thing that was run, in the directory `$HALFSTEP_STATE`, else `$XDG_STATE_HOME/halfstep`,
 else `~/.local/state/halfstep`. The file is only appended to: a damaged line is skipped, reported by `halfstep learn progress`, and stays where it is. Delete the file to
-start again. A box of the checkpoint is ticked when its units were run with every claim true and its questions were answered right:
+start again. A box of the checkpoint is ticked when its units were run with every claim true and its questions were answered right, or when one of its practices was passed:
+"""
+_PRACTICE = """\
+## Practice
+
+`halfstep learn practice N` writes a starter file for task N and prints the task; it never overwrites a file (`-o FILE` for another name). `halfstep learn practice N my.py`
+grades a script, the starter or one of your own, by `halfstep check` and by what it does in a run on the CPU: in a separate process, in an empty working directory, without input, for at most 60 s
+(`--seconds`). A request for `cuda` is served by the CPU, with an active autocast and GradScaler, so scripts for a GPU are graded anywhere. Grading does not depend on how a script is written: gradients are
+compared with the true ones at the optimizer's step, gradients are enlarged and inf is put into them. Each criterion is a row: what was expected, what was measured, and what to do. Exit code 0: passed, 3: not passed, 2: a file that cannot be used.
+"""
+_MORE = """\
+Next: [training loops](learn-training-loops.md), [optimizers and regularisation](learn-optimizers.md), [further reading](further-reading.md). The course as a notebook: [learn.ipynb](learn.ipynb).
 """
 
 
@@ -53,16 +69,21 @@ def render(proof: Callable[[str], str], machine: str) -> str:
     """The page; `proof` gives the output of an experiment by name, and `machine` is what it ran on."""
     introduction = _INTRODUCTION.format(num_units=len(UNITS), num_questions=len(QUESTIONS))
     rows = [
-        f"| {box.text} | {', '.join(f'`{name}`' for name in box.units)} | {', '.join(map(str, box.questions))} |"
+        f"| {box.text} | {', '.join(f'`{name}`' for name in box.units)} | {', '.join(map(str, box.questions))} | {', '.join(map(str, box.practices))} |"
         for box in BOXES
     ]
-    boxes = ["| checkpoint | units | questions |", "|---|---|---|", *rows, ""]
+    boxes = ["| checkpoint | units | questions | practices |", "|---|---|---|---|", *rows, ""]
     note = (
         f"The blocks below are the output of one run on {machine}. Speeds and times include what else the machine was running; yours "
         "will differ: run the unit.\n"
     )
     sections = [_section(number, unit, proof) for number, unit in enumerate(UNITS.values(), start=1)]
-    return "\n".join([introduction, *boxes, note, *sections])
+    return "\n".join([introduction, *boxes, _practice(), note, *sections])
+
+
+def _practice() -> str:
+    tasks = [f"{task.number}. **{task.title}.** {' '.join(task.text)}" for task in TASKS]
+    return "\n".join([_PRACTICE, *tasks, "", _MORE])
 
 
 def _section(number: int, unit: Unit, proof: Callable[[str], str]) -> str:
@@ -100,4 +121,5 @@ def _run(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render(_run, f"{probe().name}, torch {torch_version()}"))
+    notebook = sys.argv[1:] == ["--notebook"]
+    sys.stdout.write(render_notebook() if notebook else render(_run, f"{probe().name}, torch {torch_version()}"))

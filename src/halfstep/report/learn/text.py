@@ -20,7 +20,7 @@ __all__ = ["Page", "boxes_data", "grades_data", "proof_data", "question_data", "
 WIDTH = 80
 _LABEL = 44  # a longer label gets its own line
 _CONFIRMED = {"measured": "true here", "predicted": "true by prediction", "recorded": "true by recorded facts"}
-_BOLD, _GREEN, _RED = "1", "32", "31"
+BOLD, GREEN, RED = "1", "32", "31"
 
 
 class Page:
@@ -31,21 +31,19 @@ class Page:
 
     def units(self, progress: Progress) -> str:
         """The list of units, with what was run."""
-        lines = [self._bold("Units of the course (halfstep learn UNIT)"), ""]
+        lines = [self.bold("Units of the course (halfstep learn UNIT)"), ""]
         for number, unit in enumerate(UNITS.values(), start=1):
             lines += [
-                self._fill(
-                    f"{number} {self._mark(progress.units.get(unit.name))} {unit.name:14} {unit.title}", 22, "  "
-                )
+                self.fill(f"{number} {self._mark(progress.units.get(unit.name))} {unit.name:14} {unit.title}", 22, "  ")
             ]
         right = sum(progress.answers.values())
         passed = sum(progress.practices.values())
         lines += [
             "",
             f"  quiz: {right} of {len(QUESTIONS)} questions right (halfstep learn quiz)",
-            *([f"  practice: {passed} of {NUM_PRACTICES} tasks passed"] if progress.practices else []),
+            f"  practice: {passed} of {NUM_PRACTICES} tasks passed (halfstep learn practice N)",
             "",
-            self._fill(
+            self.fill(
                 "[x]: run, and every claim was true. [!]: run, and a claim was not true. `halfstep learn progress` shows the checkpoint."
             ),
         ]
@@ -53,23 +51,23 @@ class Page:
 
     def opening(self, unit: Unit) -> str:
         """Title, objectives and text of a unit."""
-        parts = [self._bold(unit.title) + "\n" + "=" * len(unit.title)]
-        parts.append("\n".join(["Objectives:", *(self._fill(f"- {o}", 4, "  ") for o in unit.objectives)]))
-        parts += [self._paragraph(paragraph) for paragraph in unit.text]
+        parts = [self.bold(unit.title) + "\n" + "=" * len(unit.title)]
+        parts.append("\n".join(["Objectives:", *(self.fill(f"- {o}", 4, "  ") for o in unit.objectives)]))
+        parts += [self.paragraph(paragraph) for paragraph in unit.text]
         parts.append(f"Running {count_text(len(unit.experiments), 'experiment')} on this machine:")
         return "\n\n".join(parts)
 
     def proof(self, proof: Proof) -> str:
         """An experiment: claim, measured values, verdict, meaning."""
-        lines = ["", self._fill(f"Claim: {proof.claim}", 7)]
+        lines = ["", self.fill(f"Claim: {proof.claim}", 7)]
         for reading in proof.readings:
             if len(reading.label) > _LABEL or len(str(reading)) > self.width - _LABEL - 4:
-                lines += [self._fill(f"{reading.label}:", 4, "  "), self._fill(str(reading), 6, "      ")]
+                lines += [self.fill(f"{reading.label}:", 4, "  "), self.fill(str(reading), 6, "      ")]
             else:
                 lines.append(f"  {reading.label:{_LABEL}}  {reading}")
-        word, code = (_CONFIRMED[proof.basis], _GREEN) if proof.holds else (f"NOT {_CONFIRMED[proof.basis]}", _RED)
-        lines.append(f"  -> {self._paint(word, code)} ({proof.experiment}, {proof.seconds:.1f} s)")
-        lines.append(self._fill(proof.meaning, 2, "  "))
+        word, code = (_CONFIRMED[proof.basis], GREEN) if proof.holds else (f"NOT {_CONFIRMED[proof.basis]}", RED)
+        lines.append(f"  -> {self.paint(word, code)} ({proof.experiment}, {proof.seconds:.1f} s)")
+        lines.append(self.fill(proof.meaning, 2, "  "))
         return "\n".join(lines)
 
     def closing(self, result: UnitResult) -> str:
@@ -78,10 +76,10 @@ class Page:
         if unit.corrections:
             parts.append(
                 "\n".join(
-                    [self._bold("Where the lesson is imprecise"), *(self._fill(f"- {c}", 2) for c in unit.corrections)]
+                    [self.bold("Where the lesson is imprecise"), *(self.fill(f"- {c}", 2) for c in unit.corrections)]
                 )
             )
-        parts.append(self._fill("See also: " + "; ".join(unit.see)))
+        parts.append(self.fill("See also: " + "; ".join(unit.see)))
         num_true = sum(proof.holds for proof in result.proofs)
         seconds = sum(proof.seconds for proof in result.proofs)
         parts.append(f"{num_true} of {count_text(len(result.proofs), 'claim')} confirmed, in {seconds:.1f} s.")
@@ -89,18 +87,16 @@ class Page:
 
     def question(self, question: Question) -> str:
         """A question with its options."""
-        lines = ["", self._fill(f"{question.number}. {question.text}", 3)]
+        lines = ["", self.fill(f"{question.number}. {question.text}", 3)]
         options = zip(question.letters, question.options, strict=True)
-        return "\n".join([*lines, *(self._fill(f"{letter}) {text}", 6, "   ") for letter, text in options)])
+        return "\n".join([*lines, *(self.fill(f"{letter}) {text}", 6, "   ") for letter, text in options)])
 
     def grade(self, grade: Grade) -> str:
         """Whether an answer is right, and the reason."""
         question = grade.question
-        verdict = (
-            self._paint("right", _GREEN) if grade.right else f"{self._paint('wrong', _RED)}, it is {question.answer}"
-        )
+        verdict = self.paint("right", GREEN) if grade.right else f"{self.paint('wrong', RED)}, it is {question.answer}"
         head = f"{question.number}{grade.letter}: {verdict}"
-        return head + "\n" + self._fill(f"{question.reason} (halfstep learn quiz --show {question.number})", 3, "   ")
+        return head + "\n" + self.fill(f"{question.reason} (halfstep learn quiz --show {question.number})", 3, "   ")
 
     def score(self, grades: Sequence[Grade]) -> str:
         """The number of right answers."""
@@ -111,15 +107,15 @@ class Page:
 
     def progress(self, boxes: Sequence[BoxState], progress: Progress, file: str) -> str:
         """The checkpoint, with what is missing for each box."""
-        lines = [self._bold("Checkpoint"), ""]
+        lines = [self.bold("Checkpoint"), ""]
         for state in boxes:
-            lines.append(self._fill(f"{self._mark(state.ticked or None)} {state.box.text}", 6, "  "))
-            lines += [self._fill(f"to do: {command}", 13, "      ") for command in state.missing]
+            lines.append(self.fill(f"{self._mark(state.ticked or None)} {state.box.text}", 6, "  "))
+            lines += [self.fill(f"to do: {command}", 13, "      ") for command in state.missing]
         ticked = sum(state.ticked for state in boxes)
         lines += ["", f"{ticked} of {count_text(len(boxes), 'box', 'boxes')} ticked."]
         if progress.num_damaged:
             lines.append(
-                self._fill(
+                self.fill(
                     f"{count_text(progress.num_damaged, 'line')} of {file} could not be read and {'was' if progress.num_damaged == 1 else 'were'} skipped."
                 )
             )
@@ -129,12 +125,13 @@ class Page:
         """[x] done, [!] run with a claim that was not true, [ ] not run."""
         if done is None:
             return "[ ]"
-        return self._paint("[x]", _GREEN) if done else self._paint("[!]", _RED)
+        return self.paint("[x]", GREEN) if done else self.paint("[!]", RED)
 
-    def _paragraph(self, text: str) -> str:
-        return text if "\n" in text else self._fill(text)
+    def paragraph(self, text: str) -> str:
+        """Prose is wrapped, code is not."""
+        return text if "\n" in text else self.fill(text)
 
-    def _fill(self, text: str, hang: int = 0, first: str = "") -> str:
+    def fill(self, text: str, hang: int = 0, first: str = "") -> str:
         """Wrap at spaces only, so that commands can be copied; following lines are indented by `hang`."""
         width = self.width + text.count("\033") // 2 * 9  # escape codes of one painted word have no width
         return textwrap.fill(
@@ -146,10 +143,12 @@ class Page:
             break_long_words=False,
         )
 
-    def _bold(self, text: str) -> str:
-        return self._paint(text, _BOLD)
+    def bold(self, text: str) -> str:
+        """Text in bold, where colour is on."""
+        return self.paint(text, BOLD)
 
-    def _paint(self, text: str, code: str) -> str:
+    def paint(self, text: str, code: str) -> str:
+        """Text with an escape code, where colour is on."""
         return f"\033[{code}m{text}\033[0m" if self.colour else text
 
 
