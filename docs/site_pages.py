@@ -92,7 +92,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         if target is None or not (ROOT / target).exists():
             return match.group()
         if (ROOT / target).is_dir():
-            return f"{start[:-2]}]({posixpath.relpath('examples.md', here or '.')})" if target == "examples" else match.group()
+            return (
+                f"{start[:-2]}]({posixpath.relpath('examples.md', here or '.')})"
+                if target == "examples"
+                else match.group()
+            )
         uri = posixpath.relpath(page_of(target), here or ".")
         return f"{start}{uri}{anchor or ''}{end}"
 
@@ -118,7 +122,9 @@ def name_in_repository(link: str, folder: Path) -> str | None:
 
 def outside_links(text: str, folder: Path) -> list[tuple[str, str]]:
     """The links of a page to files that are not under docs/."""
-    names = [(match.group(2), name_in_repository(match.group(2), folder)) for match in LINK.finditer(FENCE.sub("", text))]
+    names = [
+        (match.group(2), name_in_repository(match.group(2), folder)) for match in LINK.finditer(FENCE.sub("", text))
+    ]
     return [(link, name) for link, name in names if name and not name.startswith("docs/") and (ROOT / name).is_file()]
 
 
@@ -143,7 +149,11 @@ def nav_pages(nav: list) -> list[str]:
 def public_names() -> list[str]:
     """The names of `halfstep`, read from its source."""
     tree = ast.parse((ROOT / "src/halfstep/__init__.py").read_text())
-    values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    values = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     return [*ast.literal_eval(values["_HOME"]), *ast.literal_eval(values["_SUBMODULES"])]
 
 
@@ -161,8 +171,20 @@ def api_pages() -> dict[str, str]:
     """The reference from docstrings, one page per group of public names."""
     grouped = [name for _, names in API.values() for name in names]
     if sorted(grouped) != sorted(public_names()):
-        raise PluginError(f"API of docs/site_pages.py differs from halfstep: {sorted(set(grouped) ^ set(public_names()))}")
-    pages, index = {}, ["# API", "", "The public names of `halfstep`. Everything else may change without notice.", "", "| page | names |", "|---|---|"]
+        raise PluginError(
+            f"API of docs/site_pages.py differs from halfstep: {sorted(set(grouped) ^ set(public_names()))}"
+        )
+    pages, index = (
+        {},
+        [
+            "# API",
+            "",
+            "The public names of `halfstep`. Everything else may change without notice.",
+            "",
+            "| page | names |",
+            "|---|---|",
+        ],
+    )
     for slug, (title, names) in API.items():
         dotted = []
         for name in names:
@@ -170,7 +192,9 @@ def api_pages() -> dict[str, str]:
             dotted += [f"halfstep.{name}.{member}" for member in inside] or [f"halfstep.{name}"]
         # The Engine is one class in two files; optimizers would repeat their base class.
         options = {"halfstep.Engine": "\n    options:\n      inherited_members: true"}
-        pages[f"api/{slug}.md"] = "\n\n".join([f"# {title}", *(f"::: {name}{options.get(name, '')}" for name in dotted)])
+        pages[f"api/{slug}.md"] = "\n\n".join(
+            [f"# {title}", *(f"::: {name}{options.get(name, '')}" for name in dotted)]
+        )
         links = ", ".join(f"[`{name.removeprefix('halfstep.')}`]({slug}.md#{name})" for name in dotted)
         index.append(f"| [{title}]({slug}.md) | {links} |")
     pages["api/index.md"] = "\n".join(index)
@@ -180,7 +204,10 @@ def api_pages() -> dict[str, str]:
 def commands_page() -> str:
     """What `halfstep COMMAND --help` prints, for every command."""
     commands = re.findall(r'^    "(\w+)": "', (ROOT / "src/halfstep/cli/__init__.py").read_text(), re.MULTILINE)
-    parts = ["# Commands", "Every command prints this with `--help`. Exit codes: 0 success, 1 error, 2 wrong usage, 3 findings or a failed gate, 130 and 143 stopped by a signal after saving."]
+    parts = [
+        "# Commands",
+        "Every command prints this with `--help`. Exit codes: 0 success, 1 error, 2 wrong usage, 3 findings or a failed gate, 130 and 143 stopped by a signal after saving.",
+    ]
     for command in commands:
         run = [sys.executable, "-m", "halfstep", command, "--help"]
         text = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT / "src").stdout  # noqa: S603
@@ -190,8 +217,20 @@ def commands_page() -> str:
 
 def examples_page() -> str:
     """Each example with the first sentence of its docstring."""
-    rows = ["# Examples", "", "Each is a complete program that runs on a CPU; a test runs them all.", "", "| program | |", "|---|---|"]
+    rows = [
+        "# Examples",
+        "",
+        "Each is a complete program that runs on a CPU; a test runs them all.",
+        "",
+        "| program | |",
+        "|---|---|",
+    ]
     for path in sorted((ROOT / "examples").glob("*.py")):
-        first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        first = (
+            (ast.get_docstring(ast.parse(path.read_text())) or "")
+            .split("\n\n")[0]
+            .replace("\n", " ")
+            .replace("|", "\\|")
+        )
         rows.append(f"| [{path.name}](examples/{path.name}.md) | {first} |")
     return "\n".join(rows)
