@@ -1,11 +1,12 @@
 """The commands in the fenced blocks of README.md and docs/, and how they are run: as a reader does who copies them.
 
 A block ```bash has one command per line; a block ```console has commands after `$ ` and what they print to stdout. A page is run
-from top to bottom in one directory with links to examples/ and benchmarks/, and `job.py`, a copy of examples/job.py. Comments in front of a block:
+from top to bottom in one directory with links to examples/ and benchmarks/, `job.py`, a
+copy of examples/job.py, and the files of tests/doc_files/PAGE. Comments in front of a block:
 
     <!-- not run: REASON -->                the block is skipped, but its options must exist
     <!-- first: COMMAND -->                 a command that a reader has run before, such as the training of a run that is watched
-    <!-- exit 3 -->, <!-- exit 3 0 -->      the exit code of every command, or of each
+    <!-- exit 3 -->, <!-- exit 3 0 -->      the exit code of every command, or of each; there is no terminal
     <!-- file: NAME -->                     the block, of any language, is the content of this file
     <!-- output not compared: REASON -->    it depends on the machine
 
@@ -105,11 +106,13 @@ def prints(shown, printed):
     return re.fullmatch(as_pattern(shown), masked(printed).strip("\n") + "\n") is not None
 
 
-def prepare(folder):
+def prepare(folder, page="README.md"):
     """Make the directory that the commands of a page run in; return their environment."""
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "examples/job.py", folder / "job.py")
+    for path in (ROOT / "tests/doc_files" / Path(page).stem).glob("*.*"):
+        shutil.copy(path, folder / path.name)
     bin_folder = str(Path(sys.executable).parent)
     return os.environ | {
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",

@@ -78,7 +78,7 @@ def test_output_is_compared_by_words():
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page, tmp_path):
     """Each command exits as the page promises and prints what it shows, in one directory from top to bottom."""
-    environment = prepare(tmp_path)
+    environment = prepare(tmp_path, page)
     for block in blocks_of(ROOT / page):
         if name := block.note("file"):
             (tmp_path / name).write_text(block.body)
