@@ -1,5 +1,6 @@
 """Every command of README.md and docs/ runs as shown; tests/doc_commands.py describes the comments that control it."""
 
+import ast
 import re
 import shlex
 
@@ -30,6 +31,13 @@ def test_every_block_has_a_language():
         if re.match(r"(\$ )?(halfstep|torchrun|pip|make) \w", line) and not synopsis.search(line)
     ]
     assert not hidden
+
+
+def test_python_is_python():
+    """A block that is labelled as Python parses as Python."""
+    for block in BLOCKS:
+        if block.language in {"python", "py"}:
+            compile(block.body, shown(block), "exec", flags=ast.PyCF_ONLY_AST)
 
 
 def test_every_comment_is_known():
