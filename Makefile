@@ -16,7 +16,7 @@ INTERPRETED = tests/optim/test_fused.py tests/optim/test_lean.py tests/kernels/t
 STATE = $$({ git rev-parse HEAD && git diff HEAD && git ls-files -o --exclude-standard -z | xargs -0 -r cat && \
 	$(BIN)/python -m pip freeze --disable-pip-version-check || date +%s%N; } 2>/dev/null | sha256sum)
 
-.PHONY: demo test test-all coverage lint type format check clean
+.PHONY: demo test test-all docs coverage lint type format check clean
 
 # One thread: with 26 thousand parameters a second one only adds synchronization.
 demo: $(VENV)/.base  ## the main job on this machine
@@ -32,6 +32,11 @@ test-all: $(VENV)/.all  ## every test
 	@test "$$(cat $(VENV)/.tested 2>/dev/null)" = "$(STATE)" || $(MAKE) test
 	$(PYTEST) -m slow
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(INTERPRETED)
+
+# Needs no torch and no network; a broken link or a public name without a page is an error.
+docs: $(VENV)/.docs  ## the documentation as a site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; to search it: $(BIN)/python -m http.server --directory build/site"
 
 coverage: $(VENV)/.dev  ## the lines that the last `make test` did not run
 	$(BIN)/coverage report
@@ -63,6 +68,10 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.all: $(VENV)/.dev
 	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers,tensorboard,wandb,mlflow,trackio,mcp]" pillow webdataset accelerate lightning trl flake8
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e ".[docs]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -1,5 +1,6 @@
 """The examples run unchanged."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -18,7 +19,9 @@ PAGES = (
     "docs/converting.md",
     "docs/data.md",
     "docs/engine.md",
+    "docs/extending.md",
     "docs/inspect.md",
+    "docs/numerics.md",
     "docs/policies.md",
     "docs/watch.md",
 )  # whose Python snippets run too
@@ -81,6 +84,72 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
             names["engine"] = halfstep.Engine(names["model"], names["optimizer"], "fp32")
         exec(compile(code, page, "exec"), names)  # the page's own text
         names["engine"].close()
+
+
+MIGRATIONS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/migrate.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+LIBRARY_LOOP = """
+import torch, lightning
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+loss_fn = torch.nn.functional.cross_entropy
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(list(zip(torch.randn(8, 4), torch.zeros(8).long())), 4)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, _):
+        return loss_fn(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+module, before = Module(), model.weight.detach().clone()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")  # as written, for a GPU
+@pytest.mark.parametrize("code", [code for code in MIGRATIONS if re.search(r"halfstep\.(?!integrations)", code)])
+def test_the_halfstep_side_of_a_migration_runs(code, tmp_path, monkeypatch):
+    """Each snippet of docs/migrate.md that uses Halfstep alone runs, and a loop in it moves the weights."""
+    monkeypatch.chdir(tmp_path)
+    names = names_of_a_loop()
+    before = names["model"].weight.detach().clone()
+    exec(compile(code, "docs/migrate.md", "exec"), names)  # the page's own text
+    if "for x, y" in code or "optimizer.step()" in code:
+        assert not torch.equal(before, names["model"].weight.detach().float())
+    if "engine" in names:
+        names["engine"].close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [code for code in MIGRATIONS if "halfstep.integrations" in code])
+def test_the_halfstep_side_of_a_library_trains(code, tmp_path):
+    """The loops of Accelerate and Lightning in docs/migrate.md move the weights; in a process of their own, as they set variables."""
+    missing = [name for name in ("accelerate", "lightning") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"Requires: {missing}")
+    script = tmp_path / "migrated.py"
+    script.write_text(f"{LIBRARY_LOOP}\n{code}\nassert not torch.equal(before, next(model.parameters()).detach())\n")
+    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_migration_has_both_sides():
+    """Each table of docs/migrate.md has code without Halfstep on its left and with it on its right."""
+    tables = re.findall(r'<table class="sides".*?</table>', (ROOT / "docs/migrate.md").read_text(), re.DOTALL)
+    assert len(tables) >= 6
+    for table in tables:
+        left, right = re.findall(r"^```python\n(.*?)^```", table, re.DOTALL | re.MULTILINE)
+        assert "halfstep" not in left.lower()
+        assert "halfstep" in right
 
 
 def test_both_sides_of_a_conversion_run():

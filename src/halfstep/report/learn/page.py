@@ -31,7 +31,8 @@ _INTRODUCTION = """\
 tables of GPUs and of DeepSpeed, neither of which is run. Units take seconds, except the last: its plan needs about 15 s of CPU time on an Arm Neoverse-N1, and took 24 to 34 s where other
 programs used the same two cores.
 
-```
+<!-- exit 0 0 2 0 0 0 -->
+```bash
 halfstep learn                          # the units, and what you have run
 halfstep learn formats                  # one unit, by name or number
 halfstep learn quiz                     # {num_questions} questions, at a terminal
