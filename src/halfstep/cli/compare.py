@@ -58,7 +58,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     "settings",
     multiple=True,
     metavar="K=V",
-    help="Set seed, max_norm, warmup, device or timeout; may be repeated.",
+    help="Set seed, max_norm, warmup, device, timeout or gpu (whose peak a CPU predicts); may be repeated.",
 )
 @data_option
 @click.option(
