@@ -71,8 +71,9 @@ class CompareProgress:
         self.console.print(f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
+        """Remove the bar; where none was drawn, stopping it would print an empty line."""
+        if self.console.is_terminal:
+            self._bar.stop()
 
 
 def as_text(
