@@ -90,6 +90,7 @@ def test_parts_of_memory_keep_their_order_and_colour(tmp_path, plain):
         "memory": dict.fromkeys(reversed(parts), 2.0**30),
         "predicted_bytes": 2.0**30,
         "predicted_gpu": None,
+        "predicted_parts": None,
     }
     values["rows"][1] |= {"memory": {"optimizer": 2.0**30, "weights": 2.0**30}, "predicted_bytes": None}
     (plot,) = (plot for plot in build_plots(values) if plot.id == "plot-memory")

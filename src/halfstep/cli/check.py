@@ -101,7 +101,8 @@ def command(
     halfstep check
     halfstep check train.py ds_config.json --deepspeed 0.16.4 --gpu T4
     halfstep check src --select HS1 --ignore advice --diff
-    halfstep check --write-baseline baseline.json && halfstep check --baseline baseline.json
+    halfstep check --write-baseline baseline.json
+    halfstep check --baseline baseline.json
     halfstep explain HS104
     """
     from halfstep.check.options import make_options
