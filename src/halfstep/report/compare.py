@@ -100,7 +100,8 @@ def as_text(
     for row, line in zip(comparison.rows, cells, strict=True):
         style = "red" if row.status == "failed" else "bold green" if row.label == comparison.verdict.use else ""
         table.add_row(*(Text(cell) for cell in line), style=style)
-    console.print(table)
+    if comparison.rows:  # a comparison that was stopped at once has none
+        console.print(table)
     if dropped:
         console.print(Text(f"Columns omitted here, see the report: {', '.join(dropped)}."))
     console.print()
