@@ -12,6 +12,7 @@ from halfstep.comparison.measurements import (
     GradientDifference,
     Measurements,
     Numerics,
+    PredictedPeak,
     TrialResult,
     Validation,
 )
@@ -68,7 +69,8 @@ def measurements(label, repeat, loss, peak, base_bytes):
         warmup_peak_bytes=peak,
         peak_bytes=peak,
         samples=64,
-        validation=Validation(loss, 0.9),
+        validation=Validation(loss, 0.9, seconds=0.5, samples=360),
+        predicted=PredictedPeak(70 << 20, {"weights": 6 << 20, "workspaces": 64 << 20}, "A100 40GB") if repeat == 0 and base_bytes else None,
         truth={
             "rows": {"precision": label, "parameters": "fp32; 26,538 trainable"}, "lossy": ["<b>lossy</b>"],
             "waived_guarantees": [], "bytes_per_parameter": 16.0,

@@ -1,6 +1,7 @@
 """The examples run unchanged."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,20 @@ from rank_processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RIGHT = """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    opt.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(opt)
+    scaler.update()
+"""
+WRONG = RIGHT.replace("    scaler.unscale_(opt)\n", "")
 PAGES = (
     "README.md",
     "docs/converting.md",
@@ -55,6 +70,37 @@ def test_an_example_for_several_ranks_runs_on_two(name):
     outputs = run_ranks(ROOT / "examples" / name)
     assert "loss" in outputs[0]
     assert not outputs[1].strip()
+
+
+@pytest.mark.slow
+def test_the_pre_commit_configuration_stops_a_commit_with_a_mistake(tmp_path):
+    """pre-commit accepts the file, and its hook passes a right script and rejects a wrong one."""
+    config = (ROOT / "examples/pre-commit-config.yaml").read_text()
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "halfstep"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m halfstep "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo/.pre-commit-config.yaml").write_text(config)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PRE_COMMIT_HOME": str(tmp_path / "home"),
+    }
+
+    def run(*args):
+        return subprocess.run(
+            args, cwd=tmp_path / "repo", capture_output=True, text=True, check=False, env=environment, timeout=120
+        )
+
+    assert run("git", "init", "--quiet").returncode == 0
+    script = tmp_path / "repo/train.py"
+    for text, code, word in ((RIGHT, 0, "Passed"), (WRONG, 1, "HS104")):
+        script.write_text(text)
+        run("git", "add", ".")
+        result = run(sys.executable, "-m", "pre_commit", "run", "--all-files")
+        assert result.returncode == code, result.stdout + result.stderr
+        assert word in result.stdout
 
 
 def names_of_a_loop():

@@ -1,7 +1,9 @@
 """The command as a person meets it: help, errors, exit codes, and what is loaded."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -28,6 +30,37 @@ def test_every_command_has_help(name):
     result = run(name, "--help")
     assert result.returncode == 0
     assert "Usage: halfstep " + name in result.stdout
+    assert re.search(rf"^  halfstep {name}\b", result.stdout, re.MULTILINE), "no example"
+    assert max(map(len, result.stdout.splitlines())) <= 80, "too wide for a terminal"
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"), [("bash", "complete -o nosort"), ("zsh", "#compdef halfstep"), ("fish", "complete --no-files")]
+)
+def test_every_shell_has_a_completion_script(shell, words):
+    """The script is printed where the help says, and completes a command by its beginning."""
+    if shell == "bash" and shutil.which("bash") is None:
+        pytest.skip("click asks bash for its version")
+    variables = {**os.environ, "_HALFSTEP_COMPLETE": f"{shell}_source"}
+    code = "from halfstep.cli import main\nmain([])"
+    command = [sys.executable, "-c", code]
+    script = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    assert words in script.stdout, script.stderr
+    variables |= {"_HALFSTEP_COMPLETE": "bash_complete", "COMP_WORDS": "halfstep reh", "COMP_CWORD": "1"}
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    assert completed.stdout.split() == ["plain,rehearse"]
+
+
+def test_a_closed_pipe_is_no_error():
+    """`halfstep check --list-rules | head -1` ends without a traceback."""
+    process = subprocess.Popen(
+        [*HALFSTEP, "check", "--list-rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    process.wait()
 
 
 def test_flags_are_few_and_listed():
@@ -39,7 +72,7 @@ def test_flags_are_few_and_listed():
     assert flags == {
         "check": [
             "--baseline", "--cache-dir", "--deepspeed", "--diff", "--exit-zero", "--fix", "--force-exclude", "--format", "--gpu",
-            "--ignore", "--list-rules", "--no-cache", "--preview", "--respect-gitignore", "--select", "--statistics",
+            "--ignore", "--json", "--list-rules", "--no-cache", "--preview", "--respect-gitignore", "--select", "--statistics",
             "--stdin-filename", "--transformers", "--unsafe-fixes", "--with", "--write-baseline",
         ],
         "compare": [

@@ -153,6 +153,14 @@ def test_the_wheel_installs_small_and_complete(tmp_path):
     assert sum(path.stat().st_size for path in files) < 25e6
     templates = {path.name for path in (ROOT / "src/halfstep/report/templates").iterdir()}
     assert {path.name for path in (site / "halfstep/report/templates").iterdir()} == templates
+    own = {str(file) for file in installed.files if "__pycache__" not in file.parts and ".." not in file.parts}
+    source_files = {str(path.relative_to(source / "src")) for path in (source / "src/halfstep").rglob("*.py")}
+    extra = {name for name in own - source_files if ".dist-info/" not in name}
+    data = {"halfstep/py.typed", "halfstep/jobs/data/digits.csv.gz", "halfstep/jobs/data/DIGITS.md"}
+    assert source_files <= own
+    assert extra == data | {f"halfstep/report/templates/{name}" for name in templates}
+    explain = [environment / "bin" / "python", "-I", "-m", "halfstep", "explain", "loss-scaling"]
+    assert "Loss scaling" in subprocess.run(explain, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [environment / "bin" / "python", "-I", "-m", "halfstep", "check", "wrong.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -66,6 +66,16 @@ def test_a_row_that_failed_or_did_not_run_passes_no_gate(tmp_path):
         assert "not measured" in result.values
 
 
+def test_the_loss_of_a_row_that_was_cut_short_passes_no_gate(tmp_path):
+    """Its loss and metric are of another step than those of other rows; its speed and its gap to fp32 still count."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    rows = tuple(dataclasses.replace(row, cut_at=20 if row.label == "bf16" else None) for row in comparison.rows)
+    comparison = dataclasses.replace(comparison, rows=rows)
+    for gate in ("bf16.loss > 100", "bf16.val_loss > 100", "bf16.metric > fp32.metric"):
+        assert "not measured" in comparison.gate(gate).values
+    assert not comparison.gate("bf16.speedup < 1 or bf16.loss_gap > 100 or fp32.loss > 100").failed
+
+
 def test_machines_stand_side_by_side(tmp_path):
     """Labels include the machine, and every row is compared with the fp32 of its machine."""
     one = write_case(tmp_path / "a", machine="CPU A")

@@ -34,6 +34,55 @@ def test_speed_memory_and_loss_are_against_the_reference(tmp_path):
     assert (rows["fp32"].speedup.value, rows["fp32"].loss_gap.value) == (1, 0)
 
 
+def cut(folder, label, steps):
+    """Cut runs of a row short: the number of steps of each repeat, None for all of them."""
+    for repeat, count in enumerate(steps):
+        if count is None:
+            continue
+        path = folder / "runs" / f"{label}-{repeat}.jsonl"
+        lines = path.read_text().splitlines()
+        beyond = [line for line in lines if '"kind":"step"' in line][count:]
+        path.write_text("".join(f"{line}\n" for line in lines if line not in beyond))
+
+
+def test_a_row_that_was_cut_short_has_its_step(tmp_path):
+    """Loss and metric are those of the longest runs; the step is given only where no run got to the end."""
+    folder = write_case(tmp_path / "c")
+    full = rows_of(folder)["bf16"]
+    cut(folder, "bf16", [None, 12, None])
+    row = rows_of(folder)["bf16"]
+    assert (full.cut_at, row.cut_at) == (None, None)
+    assert (row.loss.count, row.metric.count) == (2, 2)  # the run that was cut short is not averaged with the others
+    cut(folder, "bf16", [20, 12, 20])
+    row = rows_of(folder)["bf16"]
+    assert (row.cut_at, row.loss.count, row.as_dict()["cut_at"]) == (20, 2, 20)
+    assert row.loss.value > full.loss.value
+    assert row.metric_gap is None  # the reference has it at another step
+    assert row.loss_gap.value == pytest.approx(0)  # both at step 20
+
+
+def test_a_failed_row_has_the_loss_of_its_last_step(tmp_path):
+    """A run that was stopped by skipped steps shows how far it got."""
+    folder = write_case(tmp_path / "c")
+    cut(folder, "fp16", [30, 30, 30])
+    for path in folder.glob("runs/fp16-*.jsonl"):
+        with path.open("a") as file:
+            file.write('{"kind": "event", "event": "failed", "failure": "overflow", "reason": "30 steps in a row"}\n')
+    row = rows_of(folder)["fp16"]
+    assert (row.status, row.cut_at) == ("failed", 30)
+    assert row.loss is not None
+
+
+def test_validation_is_timed_and_the_gpu_peak_is_predicted(tmp_path):
+    """Seconds and examples per second; on a CPU the predicted peak of a stated GPU, apart from the process's memory."""
+    row = rows_of(write_case(tmp_path / "c"))["bf16"]
+    assert (row.val_seconds, row.val_samples_per_second) == (0.5, 720)
+    assert (row.predicted_bytes, row.predicted_gpu) == (70 << 20, "A100 40GB")
+    assert row.predicted_parts == {"weights": 6 << 20, "workspaces": 64 << 20}
+    assert "process" in row.memory
+    assert metric_of(row, "predicted_gib") == pytest.approx(70 / 1024)
+
+
 def test_a_small_gap_is_within_noise(tmp_path):
     """A gap of a hundredth of the difference between seeds is not beyond noise."""
     case = (("fp32", 0.010, {}), ("bf16", 0.010, {"gap": 0.0002}))

@@ -41,6 +41,8 @@ def test_settings_of_the_command_line_have_their_types():
         (lambda: CompareSettings(max_norm=0.0), "max_norm=0.0 must be a number above 0"),
         (lambda: CompareSettings(max_norm=float("nan")), "max_norm=nan must be"),
         (lambda: CompareSettings(max_norm="1"), "max_norm='1' must be"),
+        (lambda: CompareSettings(gpu="H20O"), "Unknown GPU"),
+        (lambda: CompareSettings(gpu="sm90"), "several sizes"),
         (lambda: CompareSettings(seed=2**70), "below 2\\*\\*62"),
         (lambda: parse_settings(["sed=1"]), "Did you mean 'seed'"),
         (lambda: parse_settings(["seed"]), "has no value"),

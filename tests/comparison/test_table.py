@@ -56,6 +56,16 @@ def test_the_worst_layer_is_shown_with_what_is_wrong(tmp_path):
     assert show_layer(dataclasses.replace(row, worst_layer=None)) == "-"
 
 
+def test_values_of_a_row_that_was_cut_short_name_their_step(tmp_path):
+    """Loss, gap and metric of another step than the other rows' never stand without it."""
+    row = read_comparison([write_case(tmp_path / "c")]).row("bf16")
+    headings, (complete, short) = table_cells([row, dataclasses.replace(row, cut_at=42)])
+    for name in ("loss", "gap to fp32", "metric"):
+        assert "step" not in complete[headings.index(name)]
+        assert short[headings.index(name)].endswith(" at step 42")
+    assert short[headings.index("GPU peak")] == "70 MiB"
+
+
 def test_empty_columns_are_left_out(tmp_path):
     """There is no cosine column without gradients, and a failed row still has its line."""
     rows = (("fp32", 0.01, {}), ("bf16", 0.01, {}))

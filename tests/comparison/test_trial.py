@@ -56,6 +56,10 @@ def test_a_run_measures_everything_once(job):
     assert measured.warmup_steps == 4
     assert measured.truth["rows"]["precision"] == "bf16"
     assert measured.samples == 8
+    assert measured.validation.seconds > 0
+    assert measured.validation.samples > 0
+    assert measured.predicted.gpu == "A100 40GB"  # of a GPU that this machine does not have
+    assert sum(measured.predicted.parts.values()) == measured.predicted.peak_bytes
 
 
 def test_a_schedule_as_long_as_the_run_does_not_end_it(job):

@@ -24,6 +24,17 @@ def test_text_has_rows_verdict_gates_and_files(tmp_path):
     assert "\x1b[" in as_text(comparison, colour=True)
 
 
+def test_a_row_that_was_cut_short_is_readable_at_80_columns(tmp_path):
+    """No line is wider, and values of another step name it; validation and both kinds of memory are explained."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    rows = tuple(replace(row, cut_at=42 if row.label == "fp16" else None) for row in comparison.rows)
+    text = as_text(replace(comparison, rows=rows), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "at step 42" in text
+    assert "Validation, with samples/s: fp32 500 ms (720/s)" in text
+    assert "predicts for A100 40GB, 64 MiB of it" in " ".join(text.split())
+
+
 def test_different_warm_ups_are_shown_as_a_range(tmp_path):
     """Rows from several directories may have different numbers of warm-up steps."""
     comparison = read_comparison([write_case(tmp_path / "case")])

@@ -86,7 +86,12 @@ def test_parts_of_memory_keep_their_order_and_colour(tmp_path, plain):
     """Every category of a plan has a place in the bars and a colour that no other category has."""
     values = read_comparison([write_case(tmp_path / "c")]).as_dict()
     parts = [*CATEGORIES, "not predicted"]
-    values["rows"][0] |= {"memory": dict.fromkeys(reversed(parts), 2.0**30), "predicted_bytes": 2.0**30}
+    values["rows"][0] |= {
+        "memory": dict.fromkeys(reversed(parts), 2.0**30),
+        "predicted_bytes": 2.0**30,
+        "predicted_gpu": None,
+        "predicted_parts": None,
+    }
     values["rows"][1] |= {"memory": {"optimizer": 2.0**30, "weights": 2.0**30}, "predicted_bytes": None}
     (plot,) = (plot for plot in build_plots(values) if plot.id == "plot-memory")
     names = [bar["name"] for bar in plot.data]
@@ -105,7 +110,7 @@ def test_every_plot_has_a_name_and_a_table(tmp_path, plain):
     html = render_page(comparison)
     plots = build_plots(comparison.as_dict())
     assert {plot.id for plot in plots} == {
-        "plot-speed", "plot-memory", "plot-split", "plot-flops", "plot-loss", "plot-gap", "plot-norm", "plot-scale", "plot-census",
+        "plot-speed", "plot-memory", "plot-planned", "plot-split", "plot-flops", "plot-loss", "plot-gap", "plot-norm", "plot-scale", "plot-census",
     }  # fmt: skip
     for plot in plots:
         assert f'<div id="{plot.id}" class="plot" role="img" aria-labelledby="{plot.id}-title"' in html

@@ -81,7 +81,18 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="halfstep")
 def cli() -> None:
-    """Mixed-precision training for PyTorch that shows what actually runs."""
+    """Mixed-precision training for PyTorch that shows what actually runs.
+
+    \b
+    halfstep probe                      which precision this machine is good at
+    halfstep check train.py             precision mistakes in your own script
+    halfstep compare job.py             fp32, bf16 and fp16 on your job, measured
+    halfstep explain loss-scaling       a concept with its numbers
+    halfstep learn                      the course, with an experiment per claim
+
+    Without a TARGET, commands use a small built-in job (digits). `halfstep COMMAND --help` has examples. Shell completion:
+    eval "$(_HALFSTEP_COMPLETE=bash_source halfstep)" in ~/.bashrc; zsh_source and fish_source for other shells.
+    """
 
 
 def main(args: list[str] | None = None) -> None:

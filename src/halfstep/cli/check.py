@@ -38,6 +38,7 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
     help="With --fix and --diff: include fixes that need review (default: as pyproject.toml sets it, else no).",
 )
 @click.option("--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="Output format.")
+@click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 @click.option("--statistics", is_flag=True, help="Show how often each rule has findings instead of the findings.")
 @click.option("--exit-zero", is_flag=True, help="Exit with 0 even if there are findings.")
 @click.option("--baseline", metavar="FILE", help="Report only findings that this baseline does not have.")
@@ -77,6 +78,7 @@ def command(
     diff: bool,
     unsafe_fixes: bool | None,
     style: str,
+    as_json: bool,
     statistics: bool,
     exit_zero: bool,
     baseline: str | None,
@@ -99,7 +101,8 @@ def command(
     halfstep check
     halfstep check train.py ds_config.json --deepspeed 0.16.4 --gpu T4
     halfstep check src --select HS1 --ignore advice --diff
-    halfstep check --write-baseline baseline.json && halfstep check --baseline baseline.json
+    halfstep check --write-baseline baseline.json
+    halfstep check --baseline baseline.json
     halfstep explain HS104
     """
     from halfstep.check.options import make_options
@@ -107,6 +110,10 @@ def command(
 
     from_stdin = "-" in paths
     changes = fix or diff
+    _check_usage(
+        (as_json and style not in {"text", "json"}, f"--json contradicts --format {style}. Remove one of the two.")
+    )
+    style = "json" if as_json else style
     _check_usage(
         (style not in FORMATS, f"Unknown --format {style}. Known: {', '.join(FORMATS)}."),
         (fix and diff, "--fix changes files, --diff only shows the changes. Remove one of the two."),

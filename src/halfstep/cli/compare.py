@@ -58,7 +58,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     "settings",
     multiple=True,
     metavar="K=V",
-    help="Set seed, max_norm, warmup, device or timeout; may be repeated.",
+    help="Set seed, max_norm, warmup, device, timeout or gpu (whose peak a CPU predicts); may be repeated.",
 )
 @data_option
 @click.option(
@@ -120,7 +120,7 @@ def command(
 
     \b
     halfstep compare
-    halfstep compare job.py -p fp32 -p bf16 -p bf16-lean,compile=on --peer torch-amp --steps 500
+    halfstep compare job.py -p fp32 -p bf16 -p bf16,compile=on --peer torch-amp
     halfstep compare --fail-if "bf16.loss_gap > 0.02 or bf16.speedup < 1.5"
     halfstep compare --from runs/on-a100 --from runs/on-h200
     halfstep compare --resume runs/compare-digits-20261115-101500

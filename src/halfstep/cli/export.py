@@ -29,7 +29,14 @@ __all__ = ["command"]
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(run: Path, dtype: str, out: Path | None, best: bool, ema: bool, force: bool, as_json: bool) -> None:
-    """Write the weights of RUN (a run directory or a checkpoint) as one safetensors file."""
+    """Write the weights of RUN (a run directory or a checkpoint) as one safetensors file.
+
+    The names are the model's own, so that `safetensors.torch.load_file` and `load_state_dict` read it.
+
+    \b
+    halfstep export runs/mine
+    halfstep export runs/mine --best --ema --dtype bf16 --out model.safetensors
+    """
     require_packages("halfstep export", "numpy", "safetensors")
     from halfstep.checkpoint.export import export_weights
 

@@ -23,6 +23,7 @@ def command() -> None:
     that it is started in. No tool runs code of yours, except plan, which imports its target.
 
     \b
+    halfstep mcp
     claude mcp add halfstep -- halfstep mcp
     """
     if sys.stdin.isatty():

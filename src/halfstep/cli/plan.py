@@ -117,7 +117,7 @@ def command(
     halfstep plan job.py --batch 64 --memory 24GiB --precision bf16-lean
     halfstep plan job.py --find --memory 80GiB
     halfstep plan job.py --gpu H200 --gpus 64 --strategy fsdp --bandwidth 45
-    halfstep plan job.py --gpu H200 --epochs 90 --record runs/compare-job/comparison.json --price 2.5
+    halfstep plan job.py --epochs 90 --record comparison.json --price 2.5
     """
     from halfstep.errors import SettingError
 

@@ -85,8 +85,8 @@ def command(
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train job.py --logger wandb:my-project
     halfstep train --resume --out runs/digits-bf16-20261115-101500
-    torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp --out runs/job
-    torchrun --nproc-per-node 8 -m halfstep train job.py --backend deepspeed --ds-config ds_config.json
+    torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp
+    torchrun --nproc-per-node 8 -m halfstep train job.py --ds-config ds.json
     """
     require_packages("halfstep train", "numpy", "safetensors")
     from halfstep.backends.launch import read_launch

@@ -55,6 +55,8 @@ class Validation:
 
     loss: float
     metric: float | None = None  # None: the job has no metric
+    seconds: float | None = None  # of all batches together, data included; None in files of earlier versions
+    samples: int | None = None  # examples, of all ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class PredictedPeak:
 
     peak_bytes: int
     parts: dict[str, int]
+    gpu: str | None = None  # the GPU that it is predicted for; None: the one that the run measured
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ def run_preflight(target: Target, settings: CompareSettings) -> Survey:
     """Survey machine and job; raises what would fail in every row."""
     device = _usable_device(settings.device)
     _check_devices(device, settings)
+    if settings.gpu is not None and device.type != "cpu":
+        raise SettingError(
+            f"gpu={settings.gpu!r} has no effect here: on a {device.type} device the peak memory of that device is measured. Remove "
+            "it, or add --set device=cpu."
+        )
     batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
     hardware = probe()
     facts, schedules = _one_step(target.job, settings, batch, device)

@@ -25,6 +25,8 @@ SCHEMA = 1
 # Settings that directories must share to be merged into one table: a difference would look like an effect of the precision.
 _SHARED_SETTINGS = ("steps", "seed", "max_norm", "warmup", "strategy", "ranks")
 
+_AT_THE_END = ("loss", "val_loss", "metric")  # figures that depend on how far a run got
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -47,12 +49,22 @@ class Comparison:
         raise SettingError(f"There is no row {label!r}; there are {', '.join(row.label for row in self.rows)}.")
 
     def gate(self, text: str) -> GateResult:
-        """Evaluate a gate such as "bf16.loss_gap > 0.02"; it fails for a row that failed or has not run yet."""
+        """Evaluate a gate such as "bf16.loss_gap > 0.02".
+
+        It fails for a row that failed or has not run yet. The loss and metric of a row that was cut short count as not
+        measured, because those of other rows are of another step; the gap to the reference is of the same step.
+        """
         machines = _machine_names(self.surveys)
         pairs = zip(self.surveys, machines, strict=True)
         labels = [_named(label, machine) for survey, machine in pairs for label in survey.labels]
         done = [row for row in self.rows if row.status == "done"]
-        figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in done}
+        figures = {
+            row.label: {
+                name: None if row.cut_at is not None and name in _AT_THE_END else metric_of(row, name)
+                for name in METRICS
+            }
+            for row in done
+        }
         return check_gate(parse_gate(text, labels), figures)
 
     def as_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio
+from halfstep.comparison.measurements import PredictedPeak
 from halfstep.comparison.numerics.skips import root_cause, skip_notes
 from halfstep.comparison.record import RunRecord
 from halfstep.comparison.survey import Survey
@@ -47,10 +48,13 @@ class Row:
     rank_peaks: tuple[float, ...] | None = None  # of each rank, where there are several
     memory: dict[str, float] | None = None  # the peak by category, in bytes
     predicted_bytes: float | None = None  # the peak that `halfstep plan` predicts
+    predicted_gpu: str | None = None  # for a stated GPU, where the run was on a CPU; None: for the device of the run
+    predicted_parts: dict[str, float] | None = None  # and that peak by category
     memory_ratio: float | None = None
     split: dict[str, float] | None = None  # seconds of each phase
     flops_per_second: float | None = None
     flops_share: float | None = None  # of the matmul rate measured here in the same format
+    cut_at: int | None = None  # the step of loss, val_loss and metric, where no run got to its last one; None: the last
     loss: Estimate | None = None  # the mean of the last tenth of the steps
     loss_gap: Estimate | None = None  # minus the reference's, seed by seed
     loss_noise: float | None = None  # standard deviation of the reference's final loss over seeds
@@ -60,6 +64,8 @@ class Row:
     val_loss: Estimate | None = None
     metric: Estimate | None = None
     metric_gap: Estimate | None = None
+    val_seconds: float | None = None  # of the whole validation, data included
+    val_samples_per_second: float | None = None
     skips: int = 0
     nonfinite: int = 0
     cosine: float | None = None  # of the first gradients with fp32's
@@ -88,12 +94,15 @@ METRICS = {
     "speedup": "speed relative to the reference",
     "memory_gib": "peak memory, in GiB; of the largest rank",
     "memory_ratio": "peak memory relative to the reference",
+    "predicted_gib": "peak memory that `halfstep plan` predicts, in GiB; for the stated GPU on a machine without one",
     "loss": "training loss at the end",
     "loss_gap": "training loss at the end, minus the reference's",
     "loss_distance": "mean distance of the loss curve from the reference's",
     "val_loss": "validation loss",
     "metric": "validation metric",
     "metric_gap": "validation metric, minus the reference's",
+    "val_seconds": "time of the whole validation, in seconds",
+    "val_samples_per_second": "validation examples per second",
     "skips": "steps skipped, over all repeats",
     "nonfinite": "steps with a non-finite loss, over all repeats",
     "cosine": "cosine of the first gradients with fp32's",
@@ -112,6 +121,8 @@ def metric_of(row: Row, name: str) -> float | None:
         return None if row.mean_seconds is None else row.mean_seconds * 1e3
     if name == "memory_gib":
         return None if row.peak_bytes is None else row.peak_bytes / 2**30
+    if name == "predicted_gib":
+        return None if row.predicted_bytes is None else row.predicted_bytes / 2**30
     value = getattr(row, name)
     return value.value if isinstance(value, Estimate) else value
 
@@ -166,7 +177,8 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
     predicted = next((run.measured.predicted for run in completed if run.measured.predicted is not None), None)
     return replace(
         row,
-        **_losses(completed, reference, comparable=survey.is_comparable),
+        **_losses(_longest(completed or timed), reference, comparable=survey.is_comparable),
+        **_validation_speed(completed),
         **_flops(seconds.value, variant.compute, survey, samples),
         step_seconds=seconds,
         mean_seconds=statistics.fmean(steps),
@@ -179,6 +191,8 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         rank_peaks=_rank_peaks(completed),
         memory=_memory(completed),
         predicted_bytes=None if predicted is None else predicted.peak_bytes,
+        predicted_gpu=None if predicted is None else predicted.gpu,
+        predicted_parts=None if predicted is None or predicted.gpu is None else _parts(predicted),
         memory_ratio=_ratio(_peak(completed), _peak(reference)),
         split=None if surveyed is None else surveyed.split,
         skips=sum(sum(run.skipped) for run in runs),
@@ -233,7 +247,9 @@ def _speedup(runs: Sequence[RunRecord], reference: Sequence[RunRecord]) -> Estim
 
 def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, comparable: bool) -> dict[str, Any]:
     validations = [run.measured.validation for run in runs if run.measured.validation is not None]
+    num_steps = len(runs[0].loss)
     losses: dict[str, Any] = {
+        "cut_at": num_steps if num_steps < runs[0].settings.steps else None,
         "loss": _mean([final_loss(run) for run in runs]),
         "val_loss": _mean([validation.loss for validation in validations]),
         "metric": _mean([validation.metric for validation in validations if validation.metric is not None]),
@@ -253,6 +269,22 @@ def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, compar
         "metric_gap": _mean([gap for pair in pairs if (gap := _metric_gap(*pair)) is not None]),
         "loss_distance": distance,
         "beyond_noise": None if distance is None or noise is None else distance > noise,
+    }
+
+
+def _longest(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs with the most steps: a mean over losses of different steps would be the loss of none."""
+    most = max(len(run.loss) for run in runs)
+    return [run for run in runs if len(run.loss) == most]
+
+
+def _validation_speed(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    timed = [(v.seconds, v.samples) for run in runs if (v := run.measured.validation) and v.seconds and v.samples]
+    if not timed:
+        return {}
+    return {
+        "val_seconds": statistics.median(seconds for seconds, _ in timed),
+        "val_samples_per_second": statistics.median(samples / seconds for seconds, samples in timed),
     }
 
 
@@ -302,14 +334,18 @@ def _memory(runs: Sequence[RunRecord]) -> dict[str, float] | None:
     first, peak = measured[0], _peak(runs)
     assert first.peak_bytes is not None
     assert peak is not None
-    if first.predicted is not None:
-        parts = {name: float(size) for name, size in first.predicted.parts.items() if size}
+    if first.predicted is not None and first.predicted.gpu is None:
+        parts = _parts(first.predicted)
         beyond = first.peak_bytes - first.predicted.peak_bytes
         return parts | ({NOT_PREDICTED: float(beyond)} if beyond > 0 else {})
     allocated = {name: float(size) for name, size in (first.allocated or {}).items()}
     base = {"process": float(first.base_bytes)} if first.base_bytes else {}
     rest = peak - sum(allocated.values()) - sum(base.values())
     return {**base, **allocated, "activations, rest": max(0.0, rest)}
+
+
+def _parts(predicted: PredictedPeak) -> dict[str, float]:
+    return {name: float(size) for name, size in predicted.parts.items() if size}
 
 
 def _peak(runs: Sequence[RunRecord]) -> float | None:

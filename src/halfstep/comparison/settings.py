@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from halfstep.errors import SettingError, unknown
+from halfstep.hardware.probe import find_gpu
 
 __all__ = ["CompareSettings", "parse_settings"]
 
 DEFAULT_STEPS = 200
 BACKENDS = ("auto", "single", "ddp", "fsdp")
-_TEXTS = ("device", "backend")
+_TEXTS = ("device", "backend", "gpu")
+# Whose peak a comparison on a CPU predicts, unless `gpu` names another: the GPU of the lesson, with its smaller memory.
+DEFAULT_GPU = "A100 40GB"
 MAX_WARMUP = 10  # steps; compilation, autotuning and the allocation of optimizer states are done by then
 SEED_LIMIT = 2**62
 # A slice is the number of steps before another run takes its turn: long compared with the switch (a millisecond), short
@@ -35,6 +38,7 @@ class CompareSettings:
     backend: str = "auto"  # single, ddp or fsdp; auto: ddp on several ranks
     ranks: int = 1  # processes of each run; the batch is that of all ranks together
     timeout: int = 600  # seconds that a rank waits for another one
+    gpu: str | None = None  # whose peak memory a comparison on a CPU predicts; None: DEFAULT_GPU
 
     def __post_init__(self) -> None:
         least_values = {"steps": 2, "repeats": 1, "seed": 0, "batch": 1, "warmup": 1, "ranks": 1, "timeout": 1}
@@ -51,6 +55,8 @@ class CompareSettings:
             raise SettingError(f"max_norm={norm!r} must be a number above 0; max_norm=none disables clipping.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise SettingError(f"warmup={self.warmup} leaves none of the {self.steps} steps for timing; lower it.")
+        if self.gpu is not None and find_gpu(self.gpu).memory_bytes is None:
+            raise SettingError(f"gpu={self.gpu!r} comes in several sizes; name one, such as gpu='{DEFAULT_GPU}'.")
         if self.backend not in BACKENDS:
             raise unknown("backend", self.backend, BACKENDS)
         if self.backend == "single" and self.ranks > 1:

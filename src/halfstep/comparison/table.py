@@ -9,7 +9,7 @@ from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
 from halfstep.hardware.units import bytes_text, seconds_text
 
-__all__ = ["fit_columns", "show_interval", "show_layer", "show_share", "table_cells"]
+__all__ = ["at_step", "fit_columns", "show_interval", "show_layer", "show_share", "table_cells"]
 
 HEADINGS = (
     "precision",
@@ -17,6 +17,7 @@ HEADINGS = (
     "samples/s",
     "speed",
     "peak",
+    "GPU peak",
     "loss",
     "gap to fp32",
     "metric",
@@ -26,7 +27,18 @@ HEADINGS = (
     "worst layer",
 )
 # Columns that a narrow terminal drops, in this order.
-_DISPENSABLE = ("cosine", "loss", "step", "worst layer", "skipped", "underflow", "metric", "samples/s", "gap to fp32")
+_DISPENSABLE = (
+    "cosine",
+    "loss",
+    "step",
+    "worst layer",
+    "skipped",
+    "underflow",
+    "metric",
+    "samples/s",
+    "gap to fp32",
+    "GPU peak",
+)
 _LONGEST_NAME = 24  # of a layer, in a terminal
 # What a layer is shown with when gradients are not finite, by `measurements.Numerics.overflowed`.
 _OVERFLOWS = {
@@ -71,9 +83,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         _number(row.samples_per_second),
         show_interval(row.speedup),
         "-" if row.peak_bytes is None else bytes_text(row.peak_bytes),
-        "-" if row.loss is None else f"{row.loss.value:.4f}",
+        "-" if row.predicted_gpu is None else bytes_text(row.predicted_bytes or 0),
+        "-" if row.loss is None else f"{row.loss.value:.4f}{at_step(row)}",
         _gap(row),
-        _metric(row.metric),
+        _metric(row),
         str(row.skips),
         "-" if row.cosine is None else f"{row.cosine:.5f}",
         "-" if row.underflow is None else show_share(row.underflow),
@@ -105,14 +118,19 @@ def _layer(row: Row) -> str:
 def _gap(row: Row) -> str:
     if row.loss_gap is None:
         return "-"
-    return f"{row.loss_gap.value:+.4f}{' beyond noise' if row.beyond_noise else ''}"
+    return f"{row.loss_gap.value:+.4f}{' beyond noise' if row.beyond_noise else ''}{at_step(row)}"
 
 
-def _metric(estimate: Estimate | None) -> str:
-    if estimate is None:
+def _metric(row: Row) -> str:
+    if row.metric is None:
         return "-"
-    half = (estimate.high - estimate.low) / 2
-    return f"{estimate.value:.4f}" + (f" +- {half:.4f}" if half else "")
+    half = (row.metric.high - row.metric.low) / 2
+    return f"{row.metric.value:.4f}" + (f" +- {half:.4f}" if half else "") + at_step(row)
+
+
+def at_step(row: Row) -> str:
+    """The step of a value that other rows have at the end of their training: " at step 42", or nothing."""
+    return "" if row.cut_at is None else f" at step {row.cut_at}"
 
 
 def _number(estimate: Estimate | None) -> str:

@@ -28,6 +28,7 @@ from halfstep.comparison.loops import make_loop
 from halfstep.comparison.measurements import Curves, Measurements, Numerics, PredictedPeak, TrialResult, Validation
 from halfstep.comparison.numerics.underflow import judge_sample, num_underflows, take_sample, where_not_zero
 from halfstep.comparison.ranks.member import Member, backend_of, single_member
+from halfstep.comparison.settings import DEFAULT_GPU
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
@@ -206,17 +207,19 @@ class Trial:
                 self._add(**{name: measure()})
             except Exception as error:  # a profiler without permissions must not cost the finished run
                 self._add(**{f"{name}_failed": _describe(error)})
-        # The prediction covers neither compilation nor ranks.
-        if self.device.type == "cuda" and not self.spec.variant.compile and self.spec.settings.strategy == "single":
+        # The prediction covers neither compilation nor ranks, and only CUDA's rules of memory.
+        covered = not self.spec.variant.compile and self.spec.settings.strategy == "single"
+        if covered and self.device.type in {"cuda", "cpu"}:
             self._predict()
 
     def _predict(self) -> None:
-        """The peak that `halfstep plan` predicts for this run, to compare with the measured one."""
+        """The peak that `halfstep plan` predicts: of this GPU, to compare with the measured one, or of a stated one."""
         from halfstep.planning import predict_peak  # a second of imports, after all timing
 
-        estimate = predict_peak(self.job, self.spec.variant.policy, self.spec.batch, seed=self.spec.seed)
+        gpu = None if self.device.type == "cuda" else self.spec.settings.gpu or DEFAULT_GPU
+        estimate = predict_peak(self.job, self.spec.variant.policy, self.spec.batch, seed=self.spec.seed, gpu=gpu)
         if estimate is not None:
-            self._add(predicted=PredictedPeak(estimate.peak_bytes, dict(estimate.peak.breakdown)))
+            self._add(predicted=PredictedPeak(estimate.peak_bytes, dict(estimate.peak.breakdown), gpu))
 
     def result(self) -> TrialResult:
         """Everything so far; the curves are empty where a device error made them unreadable."""
@@ -249,6 +252,8 @@ class Trial:
             return None
         # Data without a length may be infinite: use as many batches as there are steps, the same in every row.
         limit = self.spec.settings.steps if stream.num_batches(0) is None else None
+        synchronize(self.device)
+        start = time.perf_counter()
         with self._uncompiled(), self.loop.evaluate():
             for raw, counts in self._together(self._limited(stream.batches(0), limit)):
                 batch = to_device(raw, self.device)
@@ -256,9 +261,12 @@ class Trial:
                 for name in sums:
                     sums[name] += float(self.job.call(name, self.context, batch=batch, **arguments)) * size
                 total += size
+        synchronize(self.device)
+        seconds = time.perf_counter() - start
         restore_rng(random_numbers)
         *values, everything = self.member.ranks.sums(*sums.values(), total)
-        return Validation(**{name: value / everything for name, value in zip(sums, values, strict=True)})
+        means = {name: value / everything for name, value in zip(sums, values, strict=True)}
+        return Validation(**means, seconds=seconds, samples=int(everything))
 
     def _limited(self, batches: Iterator[Any], limit: int | None) -> Iterator[Any]:
         for number, raw in enumerate(batches):

@@ -147,7 +147,8 @@ def _why_unfit(row: Row) -> str:
     noise = (
         "across seeds" if row.loss_noise is not None else "from step to step, the only noise estimate available here"
     )
-    return f"its final loss is worse: {_signed(row.loss_gap)}, beyond fp32's own noise {noise}"
+    where = "final loss" if row.cut_at is None else f"loss at step {row.cut_at}"
+    return f"its {where} is worse: {_signed(row.loss_gap)}, beyond fp32's own noise {noise}"
 
 
 def _same(base: Row, ours: Sequence[Row], rows: Sequence[Row], confidence: str) -> Verdict:
@@ -205,7 +206,8 @@ def _accuracy(row: Row) -> str:
     else:
         curve = "its loss curve is within fp32's seed-to-seed noise"
     metric = f"; the metric changes by {_signed(row.metric_gap)}" if row.metric_gap is not None else ""
-    return f"its final loss differs by {_signed(gap)}; {curve}{metric}"
+    where = "final loss" if row.cut_at is None else f"loss at step {row.cut_at}, where it was cut short,"
+    return f"its {where} differs by {_signed(gap)}; {curve}{metric}"
 
 
 def _lighter(best: Row, rows: Sequence[Row]) -> str:

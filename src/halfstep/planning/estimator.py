@@ -242,10 +242,14 @@ def predict_peak(
     ema: bool = False,
     recompute: str | float | None = None,
     seed: int = 0,
+    gpu: str | None = None,
 ) -> Estimate | None:
-    """The predicted peak of one training step; logs a message and returns None if the job cannot be traced."""
+    """The predicted peak of one training step; logs a message and returns None if the job cannot be traced.
+
+    It is that of this machine's GPU, or of the one that `gpu` names.
+    """
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
-    here = capacity_of(None, None)
+    here = capacity_of(gpu, None)
     usable = None if here is None else here.usable_bytes
     options = StepOptions(accumulate, ema, recompute)
     estimator = Estimator(job, chosen, options=options, seed=seed, usable_bytes=usable)

@@ -38,6 +38,8 @@ def summary(outcome: Outcome, *, done: bool = True) -> str:
     files = count_text(outcome.num_files, "file")
     left = " left" if outcome.fixed else ""
     known = f" ({outcome.num_known} in the baseline)" if outcome.num_known else ""
+    if not outcome.num_files and not lines:
+        return "0 files checked: no script, notebook or configuration was found there."
     if not findings:
         return "\n".join([*lines, f"{files} checked, no findings{left}{known}."])
     kinds = Counter(finding.severity for finding in findings)

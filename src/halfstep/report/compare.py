@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.hardware.units import seconds_text
+from halfstep.hardware.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from halfstep.comparison.gate import GateResult
@@ -18,12 +18,12 @@ __all__ = ["WIDTH", "CompareProgress", "as_text"]
 
 WIDTH = 140
 _STYLES = {
-    "faster": "green",
-    "smaller": "green",
-    "same": "yellow",
-    "slower": "yellow",
-    "unfit": "yellow",
-    "unknown": "red",
+    "faster": "bold green",
+    "smaller": "bold green",
+    "same": "bold",
+    "slower": "bold",
+    "unfit": "bold",
+    "unknown": "bold red",
 }
 
 
@@ -71,8 +71,9 @@ class CompareProgress:
         self.console.print(f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
+        """Remove the bar; where none was drawn, stopping it would print an empty line."""
+        if self.console.is_terminal:
+            self._bar.stop()
 
 
 def as_text(
@@ -99,16 +100,20 @@ def as_text(
     for row, line in zip(comparison.rows, cells, strict=True):
         style = "red" if row.status == "failed" else "bold green" if row.label == comparison.verdict.use else ""
         table.add_row(*(Text(cell) for cell in line), style=style)
-    console.print(table)
+    if comparison.rows:  # a comparison that was stopped at once has none
+        console.print(table)
     if dropped:
-        console.print(Text(f"Columns omitted here, see the report: {', '.join(dropped)}.", style="dim"))
+        console.print(Text(f"Columns omitted here, see the report: {', '.join(dropped)}."))
     console.print()
     warm = [row for row in comparison.rows if row.warmup_seconds is not None]
     if warm:
         times = ", ".join(f"{row.label} {seconds_text(row.warmup_seconds or 0)}" for row in warm)
         counts = sorted({row.warmup_steps for row in warm})
         steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        console.print(Text(f"Warm-up, not timed: the first {steps} steps of each run ({times}).", style="dim"))
+        console.print(Text(f"Warm-up, not timed: the first {steps} steps of each run ({times})."))
+    for sentence in (_validation_line(comparison), _planned_line(comparison)):
+        if sentence:
+            console.print(Text(sentence))
     console.print(Text(comparison.verdict.text, style=_STYLES[comparison.verdict.kind]))
     for note in comparison.notes:
         console.print(Text(f"note: {note}"))
@@ -117,3 +122,24 @@ def as_text(
     for name, path in files:
         console.print(Text(f"{name:8} {path}"), soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _validation_line(comparison: Comparison) -> str:
+    """The time and speed of each row's validation."""
+    timed = [(row.label, row.val_seconds, row.val_samples_per_second) for row in comparison.rows]
+    rates = [
+        f"{label} {seconds_text(s)} ({rate:,.0f}/s)" for label, s, rate in timed if s is not None and rate is not None
+    ]
+    return f"Validation, with samples/s: {', '.join(rates)}." if rates else ""
+
+
+def _planned_line(comparison: Comparison) -> str:
+    """Which memory is which, on a machine without a GPU."""
+    gpus = " or ".join(dict.fromkeys(row.predicted_gpu for row in comparison.rows if row.predicted_gpu is not None))
+    if not gpus:
+        return ""
+    workspaces = max((row.predicted_parts or {}).get("workspaces", 0) for row in comparison.rows)
+    share = f", {bytes_text(workspaces)} of it cuBLAS workspaces" if workspaces else ""
+    return (
+        f"peak is this process's memory, torch included; GPU peak is what `halfstep plan` predicts for {gpus}{share}."
+    )

@@ -16,7 +16,7 @@ from halfstep.report.numerics.heat import heat_maps
 from halfstep.report.numerics.view import format_of, rows_of
 from halfstep.report.page_tables import census_tables, environments, summary, truth_table
 from halfstep.report.plot import Plot, Values
-from halfstep.report.plot_bars import census_plot, flops_plot, memory_plot, phases_plot, speed_plot
+from halfstep.report.plot_bars import census_plot, flops_plot, memory_plot, phases_plot, planned_plot, speed_plot
 from halfstep.report.plot_curves import gap_plot, loss_plot, norm_plot, scale_plot
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _HEADLINES = {
     "unknown": "No recommendation",
 }
 _PLOTS: tuple[Callable[[Values], Plot | None], ...] = (
-    speed_plot, memory_plot, phases_plot, flops_plot, loss_plot, gap_plot, norm_plot, scale_plot, census_plot,
+    speed_plot, memory_plot, planned_plot, phases_plot, flops_plot, loss_plot, gap_plot, norm_plot, scale_plot, census_plot,
 )  # fmt: skip
 
 
@@ -117,6 +117,8 @@ def _verdict(comparison: Comparison) -> dict[str, Any]:
 
 def _tiles(row: Row) -> list[tuple[str, str]]:
     """The key numbers of the recommended precision, each with its label."""
+    from halfstep.comparison.table import at_step
+
     tiles = []
     if row.samples_per_second is not None and row.step_seconds is not None:
         tiles.append((f"{row.samples_per_second.value:,.0f}/s", f"samples, {row.label}"))
@@ -125,10 +127,12 @@ def _tiles(row: Row) -> list[tuple[str, str]]:
         tiles.append((f"{row.speedup.value:.2f}x", "speedup over fp32"))
     if row.peak_bytes is not None:
         tiles.append((bytes_text(row.peak_bytes), "peak memory"))
+    if row.predicted_gpu is not None and row.predicted_bytes is not None:
+        tiles.append((bytes_text(row.predicted_bytes), f"predicted peak, {row.predicted_gpu}"))
     if row.metric is not None:
-        tiles.append((f"{row.metric.value:.4f}", "validation metric"))
+        tiles.append((f"{row.metric.value:.4f}", f"validation metric{at_step(row)}"))
     elif row.val_loss is not None:
-        tiles.append((f"{row.val_loss.value:.4f}", "validation loss"))
+        tiles.append((f"{row.val_loss.value:.4f}", f"validation loss{at_step(row)}"))
     return tiles
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Census", "Summary", "SummaryCell", "SummaryRow", "census_tables", "environments", "summary", "truth_table"]
 
 HEADS = (
-    "precision", "step", "samples/s", "speedup", "peak memory", "final loss", "gap to fp32", "val loss", "metric", "skipped",
+    "precision", "step", "samples/s", "speedup", "peak memory", "final loss", "gap to fp32", "val loss", "metric", "validation", "skipped",
     "gradient cosine", "underflow, worst layer", "warm-up",
 )  # fmt: skip
 MAX_OPERATORS = 15  # in the table of a row
@@ -76,7 +76,7 @@ def summary(comparison: Comparison) -> Summary:
 
 def _cells(row: Row) -> tuple[SummaryCell, ...]:
     from halfstep.comparison.rows import metric_of
-    from halfstep.comparison.table import show_layer, show_share
+    from halfstep.comparison.table import at_step, show_layer, show_share
 
     if row.step_seconds is None:
         return ()
@@ -84,11 +84,14 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
     def cell(metric: str, text: str, note: str = "") -> SummaryCell:
         return SummaryCell(text, note, metric, metric_of(row, metric))
 
+    at = at_step(row).strip()
     noise = "" if row.beyond_noise is None else "beyond noise" if row.beyond_noise else "within noise"
     is_reference = row.speedup is not None and row.speedup.low == row.speedup.high == 1
     speedup = ("reference", "") if is_reference else (_number(row.speedup, ".2f", "x"), _range(row.speedup))
-    gap = ("reference", "") if is_reference else (_number(row.loss_gap, "+.4f"), noise)
+    gap = ("reference", "") if is_reference else (_number(row.loss_gap, "+.4f"), _joined(noise, at))
     predicted = "" if row.predicted_bytes is None else f"predicted {bytes_text(row.predicted_bytes)}"
+    if row.predicted_gpu is not None:
+        predicted = f"of the process; {predicted} on {row.predicted_gpu}"
     if row.rank_peaks:
         predicted = f"by rank: {', '.join(map(bytes_text, row.rank_peaks))}"
     warmup = "-" if row.warmup_seconds is None else seconds_text(row.warmup_seconds)
@@ -97,10 +100,11 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
         cell("samples_per_second", _number(row.samples_per_second, ",.0f")),
         cell("speedup", *speedup),
         cell("memory_gib", "-" if row.peak_bytes is None else bytes_text(row.peak_bytes), predicted),
-        cell("loss", _number(row.loss, ".4f")),
+        cell("loss", _number(row.loss, ".4f"), at),
         cell("loss_gap", *gap),
-        cell("val_loss", _number(row.val_loss, ".4f")),
-        cell("metric", _number(row.metric, ".4f"), _half(row.metric)),
+        cell("val_loss", _number(row.val_loss, ".4f"), at),
+        cell("metric", _number(row.metric, ".4f"), _joined(_half(row.metric), at)),
+        cell("val_seconds", "-" if row.val_seconds is None else seconds_text(row.val_seconds), _validation_rate(row)),
         cell("skips", str(row.skips), f"{row.nonfinite} non-finite losses" if row.nonfinite else ""),
         cell("cosine", "-" if row.cosine is None else f"{row.cosine:.6f}", _gradient_errors(row)),
         cell(
@@ -112,6 +116,16 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
     )
 
 
+def _joined(*notes: str) -> str:
+    return ", ".join(filter(None, notes))
+
+
+def _validation_rate(row: Row) -> str:
+    rate = row.val_samples_per_second
+    uncompiled = "uncompiled" if row.variant.compile else ""
+    return "" if rate is None else _joined(f"{_digits(rate)} samples/s", uncompiled)
+
+
 def _gradient_errors(row: Row) -> str:
     """How far the first gradients are from fp32's, and for a compiled row from those without compilation."""
     parts = [] if row.gradient_error is None else [f"error {row.gradient_error:.2g}"]
@@ -121,7 +135,11 @@ def _gradient_errors(row: Row) -> str:
 def _number(estimate: Estimate | None, digits: str, unit: str = "") -> str:
     if estimate is None:
         return "-"
-    return format(estimate.value, digits if estimate.value >= 100 or digits != ",.0f" else ".3g") + unit
+    return (_digits(estimate.value) if digits == ",.0f" else format(estimate.value, digits)) + unit
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _range(estimate: Estimate | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from halfstep.report.html_table import data_table
@@ -46,18 +47,37 @@ def memory_plot(values: Values) -> Plot | None:
     rows = [row for row in values["rows"] if row["memory"]]
     if not rows:
         return None
-    largest = max(sum(row["memory"].values()) for row in rows)
-    size, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    size, unit = _unit(sum(row["memory"].values()) for row in rows)
     names = in_order(name for row in rows for name in row["memory"])
     parts = {name: [row["memory"].get(name, 0.0) / size for row in rows] for name in names}
     caption = "Peak memory while training, by category. Weights, gradients and optimizer states are counted; the rest of the peak is activations."
-    if predicted := [row for row in rows if row.get("predicted_bytes")]:
+    if predicted := [row for row in rows if row.get("predicted_bytes") and not row.get("predicted_gpu")]:
         caption = "Peak memory while training. The categories are predicted; memory measured beyond the prediction is shown separately."
         if len(predicted) < len(rows):
             caption += " Compiled runs are not predicted: their weights, gradients and optimizer states are counted, and the rest is activations."
     if "process" in names:
         caption += " On a CPU it is the resident set size, most of which is the Python process and torch."
     return _parts_plot("plot-memory", "Peak memory", caption, unit, rows, parts, ",.3f", MEMORY_COLOURS)
+
+
+def planned_plot(values: Values) -> Plot | None:
+    """The predicted peak of each row on a GPU that this machine does not have, by part."""
+    rows = [row for row in values["rows"] if row.get("predicted_parts")]
+    if not rows:
+        return None
+    size, unit = _unit(sum(row["predicted_parts"].values()) for row in rows)
+    names = in_order(name for row in rows for name in row["predicted_parts"])
+    parts = {name: [row["predicted_parts"].get(name, 0.0) / size for row in rows] for name in names}
+    gpus = " or ".join(dict.fromkeys(row["predicted_gpu"] for row in rows))
+    caption = (
+        f"What `halfstep plan` predicts for torch.cuda.max_memory_allocated() on {gpus}, at the same batch; nothing ran there. "
+        "Workspaces are cuBLAS's, the same in every precision."
+    )
+    return _parts_plot("plot-planned", f"Predicted peak on {gpus}", caption, unit, rows, parts, ",.3f", MEMORY_COLOURS)
+
+
+def _unit(sizes: Iterable[float]) -> tuple[int, str]:
+    return (2**30, "GiB") if max(sizes) >= 2**30 else (2**20, "MiB")
 
 
 def phases_plot(values: Values) -> Plot | None:

@@ -132,7 +132,12 @@ def as_text(
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-_STYLES = {"native": "green", "slow": "yellow", "emulated": "yellow", "none": "dim"}
+_STYLES = {
+    "native": "green",
+    "slow": "bold magenta",
+    "emulated": "bold magenta",
+    "none": "",
+}  # yellow is invisible on white, dim on some blacks
 
 
 def _remark(name: str, support: str, reasons: dict[str, str]) -> str:

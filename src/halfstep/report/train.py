@@ -56,8 +56,9 @@ class Progress:
         """Prints nothing: the run file records each save."""
 
     def close(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
+        """Remove the bar; where none was drawn, stopping it would print an empty line."""
+        if self.console.is_terminal:
+            self._bar.stop()
 
 
 def describe(line: StepLine) -> str:

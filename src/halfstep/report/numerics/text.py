@@ -31,7 +31,7 @@ def render_view(view: RunView, console: Console) -> RenderableType:
     if view.rows:
         parts += [Text(""), *_tensors(view, marks, console.width)]
     elif view.points:
-        parts.append(Text("no samples of gradients and weights: train with --set watch=100", style="dim"))
+        parts.append(Text("no samples of gradients and weights: train with --set watch=100"))
     if view.events:
         parts += [Text(""), *(_event_lines(view))]
     return Group(*parts)
@@ -132,7 +132,7 @@ def _event_lines(view: RunView) -> list[Any]:
         at = "" if event.step is None else f"step {event.step}: "
         lines.append(Text(f"{at}{event.kind}: {event.text}"))
         if event.advice:
-            lines.append(Text(f"    {event.advice}", style="dim"))
+            lines.append(Text(f"    {event.advice}"))
     return lines
 
 
