@@ -320,7 +320,18 @@ LOSS_DATA: dict[str, Callable[[Tensor], Tensor]] = {
 LOSS_SCALE: dict[str, Callable[[Tensor], Tensor]] = {"loss-scale": lambda loss: loss * 3e4}
 IN_LOSS = LOSS_FORWARD | LOSS_BACKWARD | LOSS_DATA | LOSS_SCALE
 
-OTHERS = ("own-code", "own-input", "buffer-overflow", "full-hook", "pre-hook", "data", "weights", "frozen", "row", "buffer")
+OTHERS = (
+    "own-code",
+    "own-input",
+    "buffer-overflow",
+    "full-hook",
+    "pre-hook",
+    "data",
+    "weights",
+    "frozen",
+    "row",
+    "buffer",
+)
 KEPT_ASIDE = (
     *("view-in-place", "int-cast", "fft", "logit", "index-put", "cdist", "atan2", "norm-power"),
     *("loss-eigh", "loss-norm", "loss-ratio", "loss-numpy", "lambda", "out-variant", "post-accumulate"),
@@ -381,24 +392,30 @@ def _place_in_tensor(fault: Fault, model: nn.Module, rng: random.Random) -> Faul
     tensors = dict(model.named_buffers() if fault.kind == "buffer" else model.named_parameters())
     tensors = {n: t for n, t in tensors.items() if t.is_floating_point()}
     if fault.kind == "row":
-        tensors = {n: t for n, t in tensors.items() if isinstance(model.get_submodule(n.rpartition(".")[0]), nn.Embedding)}
+        tensors = {
+            n: t for n, t in tensors.items() if isinstance(model.get_submodule(n.rpartition(".")[0]), nn.Embedding)
+        }
     if fault.kind in {"frozen", "post-accumulate"}:
         tensors = {n: t for n, t in tensors.items() if t.requires_grad}
-    if fault.kind == "frozen" and len(tensors) < 2:  # noqa: PLR2004
+    if fault.kind == "frozen" and len(tensors) < 2:
         return None
     if not tensors:
         return None
     target = rng.choice(sorted(tensors))
     tables = ((n, [*m.parameters(recurse=False), *m.buffers(recurse=False)]) for n, m in model.named_modules())
     owners = tuple(name for name, own in tables if any(each is tensors[target] for each in own))
-    return replace(fault, target=target, cause="backward" if fault.kind == "post-accumulate" else "weights", modules=owners)
+    return replace(
+        fault, target=target, cause="backward" if fault.kind == "post-accumulate" else "weights", modules=owners
+    )
 
 
 def called(model: nn.Module, spec: Unseen, *, leaves: bool) -> list[str]:
     """The modules that run and whose first result is a tensor of floating-point numbers."""
     names: list[str] = []
     for name, module in model.named_modules():
-        if "parametrizations" in name or (leaves and (list(module.children()) or isinstance(module, nn.Identity | nn.Dropout))):
+        if "parametrizations" in name or (
+            leaves and (list(module.children()) or isinstance(module, nn.Identity | nn.Dropout))
+        ):
             continue
 
         def hook(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
@@ -428,7 +445,14 @@ def run_fault(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     scaler = LossScaler(init_scale=scale) if fault.precision.startswith("fp16") else None
     engine = Engine(
-        model, optimizer, fault.precision, accumulate=fault.accumulate, max_norm=1.0, ema=0.9, watch=watch, scaler=scaler
+        model,
+        optimizer,
+        fault.precision,
+        accumulate=fault.accumulate,
+        max_norm=1.0,
+        ema=0.9,
+        watch=watch,
+        scaler=scaler,
     )
     g = torch.Generator().manual_seed(seed + 1)
     skipped, left = [], []
@@ -516,10 +540,15 @@ def main() -> int:
         for row in ("all", fault.cause, fault.kind, fault.model, fault.precision):
             table.setdefault(row, Counter()).update(faults=1, right=outcome.right, undisturbed=outcome.undisturbed)
         if not outcome.right or not outcome.undisturbed or options.show:
-            print(f"{fault}\n  right={outcome.right} undisturbed={outcome.undisturbed} {outcome.autopsy.module!r} {outcome.autopsy}\n", flush=True)
+            print(
+                f"{fault}\n  right={outcome.right} undisturbed={outcome.undisturbed} {outcome.autopsy.module!r} {outcome.autopsy}\n",
+                flush=True,
+            )
     for row, counts in table.items():
         share = counts["right"] / counts["faults"]
-        print(f"{row:18} {counts['faults']:4} faults  {counts['right']:4} right ({share:.1%})  {counts['undisturbed']:4} undisturbed")
+        print(
+            f"{row:18} {counts['faults']:4} faults  {counts['right']:4} right ({share:.1%})  {counts['undisturbed']:4} undisturbed"
+        )
     return 0
 
 

@@ -192,14 +192,24 @@ def _bce(model: nn.Module, batch: Batch) -> Tensor:
 
 def _gemma() -> nn.Module:
     """Soft-capped logits, sliding windows, norms around everything."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     more = {"num_key_value_heads": 1, "max_position_embeddings": 16, "use_cache": False, "sliding_window": 4}
     return _configured("Gemma2", "Gemma2ForCausalLM", **sizes, **special, **more, vocab_size=13)
 
 
 def _bart() -> nn.Module:
-    sizes = {f"{p}_{n}": v for p in ("encoder", "decoder") for n, v in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))}
+    sizes = {
+        f"{p}_{n}": v
+        for p in ("encoder", "decoder")
+        for n, v in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))
+    }
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2}
     more = {"vocab_size": 13, "d_model": 16, "max_position_embeddings": 16, "use_cache": False}
     return _configured("Bart", "BartForConditionalGeneration", **sizes, **special, **more)
@@ -243,7 +253,9 @@ class _Detector(nn.Module):
 
 
 def _scenes(g: torch.Generator) -> Batch:
-    targets = [{"labels": torch.randint(4, (3,), generator=g), "boxes": torch.rand(3, 4, generator=g)} for _ in range(2)]
+    targets = [
+        {"labels": torch.randint(4, (3,), generator=g), "boxes": torch.rand(3, 4, generator=g)} for _ in range(2)
+    ]
     return {"images": torch.randn(2, 3, 8, 8, generator=g), "targets": targets}
 
 
@@ -406,7 +418,10 @@ SECOND: dict[str, Unseen] = {
     "gemma2": Unseen(_gemma, _text, _inside),
     "bart": Unseen(_bart, _text, _inside),
     "swin": Unseen(
-        _swin, _soft_images, _distill, {"pixel_values": ("swin.embeddings.patch_embeddings.projection",), "soft": (None,)}
+        _swin,
+        _soft_images,
+        _distill,
+        {"pixel_values": ("swin.embeddings.patch_embeddings.projection",), "soft": (None,)},
     ),
     "detector": Unseen(_Detector, _scenes, _detect, {"images": ("backbone.0",), "targets.1.boxes": (None,)}),
     "quantizer": Unseen(_Quantizer, _rows, _reconstruct, {"x": ("encode",), "y": (None,)}),

@@ -231,8 +231,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
                     writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
-                    is_number = not ranges[probe].shape and operation.place is not None and probe not in self.named
-                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_number)
+                    is_constant = operation.place is not None and self._is_number(ranges[probe])
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_constant)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
             if not bad:
                 continue
@@ -244,6 +244,14 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of_operation[number] = origin or Origin(number, bad[0], entered)
             origins.update(dict.fromkeys(bad, of_operation[number]))
         return origins
+
+    @staticmethod
+    def _is_number(probe: Range) -> bool:
+        """Whether a tensor that no operation made is a Python number: torch passes those as scalars of float64.
+
+        A scalar of another dtype is a tensor of somebody's: a gain in the batch, a temperature.
+        """
+        return not probe.shape and probe.dtype in {"float64", "complex128"} and not probe.name
 
     def _is_masked_everywhere(self, operation: Operation, origin: Origin, ranges: Sequence[Range]) -> bool:
         """Whether a softmax gave NaN because of a mask: a mask belongs there, but not in all places of a row."""
