@@ -17,6 +17,7 @@ Tensors are recognised by storage, offset, shape and stride; a write into a stor
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -101,6 +102,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
         self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
+        self._thread = 0  # in which the forward runs
         self._apply: Any = None  # of autograd functions, while it is replaced
         self._num_opaque = 0  # custom functions in progress
         self._last_nr, self._node, self._in_function = next_sequence_nr(), -1, False
@@ -111,6 +113,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         """Observe; tensors do not wait in custom functions, whose kernels may write to them without torch's knowledge."""
+        self._thread = threading.get_ident()
         self._apply = apply = torch.autograd.Function.__dict__["apply"]
 
         def followed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +168,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations.append(
             Operation(
                 about.name,
-                places.current,
+                self._place(),
                 self._node,
                 _some(inputs),
                 _some(outputs),
@@ -175,6 +178,12 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
         return result
+
+    def _place(self) -> str | None:
+        """The module whose code runs; in a derivative that the forward takes (torch.autograd.grad), the one that it is of."""
+        running = torch._C._current_autograd_node()  # noqa: SLF001 - no public name
+        here = self._places.current
+        return here if running is None else self._places.of_node(running._sequence_nr(), self._thread) or here  # noqa: SLF001
 
     def _find_node(self) -> None:
         """The node of the operation that is about to run: autograd creates it before, if there is to be one.
