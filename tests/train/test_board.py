@@ -134,16 +134,27 @@ def test_without_tensorboard_nothing_is_written(monkeypatch, tmp_path):
     assert not (tmp_path / "board").exists()
 
 
-def test_the_real_writer_accepts_it(tmp_path):
-    """The event file is read back with TensorBoard's own reader."""
+def test_the_real_writer_writes_what_the_run_file_has(tmp_path):
+    """The event file is read back with TensorBoard's own reader: losses, scales, skips, shares, counts, ratios, exponents."""
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(tmp_path, bad=3)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    log = run(tmp_path, bad=3)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
-    tags = events.Tags()
-    assert {"train/loss", "train/scale", "numerics/flushed to zero", "updates/weight", "events/skip"} <= set(
-        tags["scalars"]
-    )
-    assert any(tag.startswith("exponents/") for tag in tags["histograms"])
+
+    def scalars(tag):
+        return {event.step: event.value for event in events.Scalars(tag)}
+
+    for name in ("loss", "scale", "lr"):
+        expected = {r["attempted"]: r[name] for r in log.records}
+        assert scalars(f"train/{name}") == pytest.approx(expected, nan_ok=True)
+    assert list(scalars("train/skips").values()) == [0, 0, 0, 1, 1, 1]
+    assert scalars("numerics/flushed to zero")[1] > 0.5
+    bad = scalars("numerics/non-finite gradients")
+    assert bad[4] > 0
+    assert not any(number for step, number in bad.items() if step != 4)
+    assert scalars("updates/weight")[1] > 0
+    assert scalars("events/skip") == {4: 1}
+    tag = next(tag for tag in events.Tags()["histograms"] if tag.startswith("exponents/"))
+    assert sum(events.Histograms(tag)[0].histogram_value.bucket) == events.Histograms(tag)[0].histogram_value.num > 0

@@ -257,6 +257,31 @@ def test_a_constant_in_the_code_of_a_module_is_a_fault_of_that_module(change):
     assert (autopsy.cause, autopsy.module) == ("forward", "1")
 
 
+def test_a_derivative_that_the_loss_takes_belongs_to_the_module_that_it_is_of():
+    """torch.autograd.grad in the loss: its operations run there, and are those of the layer that they differentiate."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].register_forward_hook(lambda module, args, y: y + (y - y.detach()).square().sum().sqrt())
+    x = torch.randn(3, 2)
+
+    def compute():
+        at = x.clone().requires_grad_()
+        slope = torch.autograd.grad(model(at).sum(), at, create_graph=True)[0]
+        return slope.square().mean()
+
+    autopsy = autopsy_of(model, compute)
+    assert (autopsy.cause, autopsy.module) == ("forward", "1")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16-lean"])
+def test_a_scalar_of_the_batch_is_data(precision):
+    """A gain or a temperature has no dimension, as a number in the code has none, and is not one."""
+    model, gain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), torch.tensor(math.inf)
+    model[0].register_forward_hook(lambda module, args, y: y * gain)
+    x = torch.randn(3, 4)
+    autopsy = autopsy_of(model, lambda: model(x).float().mean(), precision)
+    assert (autopsy.cause, autopsy.module) == ("data", "0")
+
+
 def test_a_model_that_the_user_compiled_is_replayed_in_eager_mode_too():
     """torch.compile(model) before the Engine gets it; modules have the names of the model inside."""
     torch._dynamo.reset()

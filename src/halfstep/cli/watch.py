@@ -60,7 +60,8 @@ def command(run: Path, html: Path | None, once: bool, interval: float, as_json: 
             while True:
                 started = time.perf_counter()
                 view = _read(path)
-                live.update(render_view(view, console), refresh=True)
+                height = None if view.ended else console.height - 1  # what is below the last line would not be seen
+                live.update(render_view(view, console, height=height), refresh=True)
                 if view.ended:
                     return
                 time.sleep(max(interval, _READING * (time.perf_counter() - started)))

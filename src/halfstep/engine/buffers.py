@@ -10,7 +10,7 @@ write into.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from halfstep.backends.consistency import is_plain
 from halfstep.engine.guards import count_registrations, num_registrations
 from halfstep.events import log_warning
 
-__all__ = ["RESTORE_COPIES", "BufferGuard"]
+__all__ = ["RESTORE_COPIES", "BufferGuard", "SavedBuffers"]
 
 RESTORE_COPIES = 2  # of all buffers, that `restore_if` makes: as they are, and the selection; the planner counts them
 
@@ -47,6 +47,9 @@ class _Saved:
         return [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
 
 
+SavedBuffers = Sequence[_Saved]
+
+
 class BufferGuard:
     """Copies of a model's buffers, and how to restore them."""
 
@@ -58,15 +61,8 @@ class BufferGuard:
     @torch.no_grad()
     def save(self) -> None:
         """Copy the buffers; does nothing if this step has already begun."""
-        if self._saved is not None:
-            return
-        groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-        for name, buffer in self._buffers().items():
-            groups.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
-        self._saved = [
-            _Saved(list(group), [b.shape for b in group.values()], _flatten(group.values()))
-            for group in groups.values()
-        ]
+        if self._saved is None:
+            self._saved = _copies(self.named())
 
     @property
     def copies(self) -> list[Tensor]:
@@ -77,7 +73,7 @@ class BufferGuard:
     def restore_if(self, found_inf: Tensor) -> None:
         """Restore the buffers if the flag is not 0, without reading it."""
         groups, self._saved = self._saved or [], None
-        buffers = self._buffers() if groups else {}
+        buffers = self.named() if groups else {}
         for saved in groups:
             now = [buffers.get(name) for name in saved.names]
             if saved.fits(now):
@@ -89,27 +85,45 @@ class BufferGuard:
                 if buffer is not None:
                     _restore_one(name, before, buffer, found_inf)
 
+    @property
+    def start(self) -> SavedBuffers:
+        """The values that this step started with, if it has begun."""
+        return self._saved or ()
+
     @torch.no_grad()
-    def load_start(self) -> None:
-        """Write the values that this step started with into the buffers, if it has begun; the copies stay."""
-        buffers = self._buffers() if self._saved else {}
-        for saved in self._saved or ():
+    def copies_of(self, modules: Container[str]) -> SavedBuffers:
+        """Copies of the buffers of some modules, by their names."""
+        return _copies({name: b for name, b in self.named().items() if name.rpartition(".")[0] in modules})
+
+    @torch.no_grad()
+    def load(self, values: SavedBuffers) -> None:
+        """Write saved values into the buffers; the copies stay. One that has another shape or dtype now is replaced."""
+        buffers = self.named() if values else {}
+        for saved in values:
             for name, before in zip(saved.names, saved.parts(saved.flat), strict=True):
                 buffer = buffers.get(name)
                 if buffer is not None and buffer.shape == before.shape and buffer.dtype is before.dtype:
                     buffer.copy_(before)
+                elif buffer is not None:
+                    module, _, own = name.rpartition(".")
+                    self._model.get_submodule(module)._buffers[own] = before.clone()  # noqa: SLF001
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def tables(self) -> Iterator[tuple[str, dict[str, Tensor | None]]]:
+        """The modules that have buffers: their names and their own tables."""
         if self._registered != num_registrations():
             self._tables, self._registered = _tables(self._model), count_registrations(self._model)
-        own = ((prefix, *item) for prefix, table in self._tables if table for item in table.items())
+        return ((prefix, table) for prefix, table in self._tables if table)
+
+    def named(self) -> dict[str, Tensor]:
+        """The buffers that are saved and restored, by their names."""
+        own = ((prefix, *item) for prefix, table in self.tables() for item in table.items())
         # A buffer that two modules share is listed once.
         buffers = {b: f"{prefix}.{name}" if prefix else name for prefix, name, b in own if b is not None}
         return {name: b for b, name in buffers.items() if is_plain(b)}
 
     def tensors(self) -> list[Tensor]:
         """The buffers that are saved and restored."""
-        return list(self._buffers().values())
+        return list(self.named().values())
 
     def forget(self) -> None:
         """End the step without restoring anything."""
@@ -119,6 +133,15 @@ class BufferGuard:
 def _tables(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     """The modules' own tables of buffers, with the modules' names."""
     return [(name, module._buffers) for name, module in model.named_modules()]  # noqa: SLF001 - named_buffers() walks over all modules
+
+
+def _copies(buffers: Mapping[str, Tensor]) -> list[_Saved]:
+    groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, buffer in buffers.items():
+        groups.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
+    return [
+        _Saved(list(group), [b.shape for b in group.values()], _flatten(group.values())) for group in groups.values()
+    ]
 
 
 def _flatten(buffers: Iterable[Tensor]) -> Tensor:

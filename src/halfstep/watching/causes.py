@@ -179,7 +179,8 @@ def _not_reproduced(autopsy: Autopsy) -> tuple[str, str]:
     return (
         "the same micro-batches, weights and random numbers gave finite gradients when they were computed again.",
         "What differs from run to run: nondeterministic kernels (Engine(deterministic=True) rules them out), a hook or a loss with "
-        "state of its own, gradients edited after unscale(), compiled code (the replay is eager), memory errors. If it comes back on one "
+        "state of its own, gradients edited after unscale(), buffers edited through .data between micro-batches, compiled code (the replay is "
+        "eager), memory errors. If it comes back on one "
         f"machine only, test its GPU. The loss scale was {autopsy.scale:g}.",
     )
 

@@ -17,6 +17,7 @@ Tensors are recognised by storage, offset, shape and stride; a write into a stor
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -101,6 +102,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
         self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
+        self._thread = 0  # in which the forward runs
         self._apply: Any = None  # of autograd functions, while it is replaced
         self._num_opaque = 0  # custom functions in progress
         self._last_nr, self._node, self._in_function = next_sequence_nr(), -1, False
@@ -111,6 +113,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         """Observe; tensors do not wait in custom functions, whose kernels may write to them without torch's knowledge."""
+        self._thread = threading.get_ident()
         self._apply = apply = torch.autograd.Function.__dict__["apply"]
 
         def followed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +168,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations.append(
             Operation(
                 about.name,
-                places.current,
+                self._place(),
                 self._node,
                 _some(inputs),
                 _some(outputs),
@@ -175,6 +178,12 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
         return result
+
+    def _place(self) -> str | None:
+        """The module whose code runs; in a derivative that the forward takes (torch.autograd.grad), the one that it is of."""
+        running = torch._C._current_autograd_node()  # noqa: SLF001 - no public name
+        here = self._places.current
+        return here if running is None else self._places.of_node(running._sequence_nr(), self._thread) or here  # noqa: SLF001
 
     def _find_node(self) -> None:
         """The node of the operation that is about to run: autograd creates it before, if there is to be one.
@@ -231,8 +240,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
                     writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
-                    is_number = not ranges[probe].shape and operation.place is not None and probe not in self.named
-                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_number)
+                    is_constant = operation.place is not None and self._is_number(ranges[probe])
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_constant)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
             if not bad:
                 continue
@@ -244,6 +253,14 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             of_operation[number] = origin or Origin(number, bad[0], entered)
             origins.update(dict.fromkeys(bad, of_operation[number]))
         return origins
+
+    @staticmethod
+    def _is_number(probe: Range) -> bool:
+        """Whether a tensor that no operation made is a Python number: torch passes those as scalars of float64.
+
+        A scalar of another dtype is a tensor of somebody's: a gain in the batch, a temperature.
+        """
+        return not probe.shape and probe.dtype in {"float64", "complex128"} and not probe.name
 
     def _is_masked_everywhere(self, operation: Operation, origin: Origin, ranges: Sequence[Range]) -> bool:
         """Whether a softmax gave NaN because of a mask: a mask belongs there, but not in all places of a row."""

@@ -74,6 +74,11 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     notes = autopsy.notes
     if replays.is_one_of_several and autopsy.replayed and not replays.backend.overflowed_ranks:
         notes = (*notes, "each rank's own gradients were finite: what overflowed is their sum over ranks, or a weight")
+    if any(batch.is_edited for batch in known):
+        notes = (
+            *notes,
+            "a buffer was written to between two forwards of a micro-batch; the replay has the values before that",
+        )
     if replays.is_compiled:
         notes = (*notes, "compiled code was replayed in eager mode, where roundings and dropout masks can differ")
     return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
@@ -126,6 +131,7 @@ def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy, *, car
         factor = float(batch.factor)
         if not math.isfinite(factor):
             return replace(case, cause="data", op="weight", value="nan" if math.isnan(factor) else "inf")
+        replays.buffers.load(batch.buffers)  # not while operations are traced: no operation of the step made them
         autopsy = _Replay(replays, batch, case, BufferCopies(replays.run.module), careful).autopsy()
         if autopsy is not None:
             return autopsy

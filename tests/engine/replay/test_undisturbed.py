@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from halfstep.engine.engine import Engine
-from halfstep.engine.replay.undisturbed import BufferCopies, undisturbed
+from halfstep.engine.replay.undisturbed import BufferCopies, compute_losses, undisturbed
 
 
 class Replacing(nn.Module):
@@ -66,9 +66,29 @@ def test_gradients_modes_and_generators_are_put_back_even_after_an_error(fails):
 
 def test_a_replay_starts_from_the_buffers_of_its_window():
     """On a GPU the next forward has changed them when the outcome arrives."""
-    model, engine = build()
-    with engine.forward():
-        model(torch.ones(1, 2))
+
+    class Asking:
+        replay = True
+
+        def attach(self, engine):
+            """The protocol needs one method."""
+
+    model = Replacing()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=Asking())
+    seen = []
+
+    def compute():
+        seen.append(model.changed.tolist())
+        return model(torch.ones(1, 2)).sum()
+
+    for _ in range(2):
+        with engine.forward():
+            loss = compute()
+        engine.backward(loss)
+        engine.step(replay=compute)
+    (batch,) = engine.replays.take(2)
     with undisturbed(engine.replays):
-        assert model.changed.tolist() == [0, 0]
-    assert model.changed.tolist() == [1, 1]
+        engine.replays.buffers.load(batch.buffers)
+        compute_losses(engine.replays, batch)
+    assert seen == [[0, 0], [1, 1], [1, 1]]
+    assert model.changed.tolist() == [2, 2]

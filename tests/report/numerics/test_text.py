@@ -77,3 +77,41 @@ def test_a_run_without_samples_names_the_option():
     """The reader learns how to get them."""
     assert "watch=100" in shown(view(rows=()))
     assert "no step recorded yet" in shown(view(rows=(), points=()))
+
+
+MANY = tuple(
+    TensorRow(f"layer.{i}.weight", kind, 100, 0, 0.0, 0.5, 0.1, 2.0, bins={-30: 10, 0: 80})
+    for kind in ("gradient", "weight", "activation")
+    for i in range(6)
+)
+EVENTS = tuple(EventLine(step, "skip", "gradients not finite in " + "w, " * 40, "wait " * 30) for step in range(1, 6))
+
+
+@pytest.mark.parametrize("height", [23, 30, 44, 70])
+def test_the_last_event_is_on_the_screen(height):
+    """A live view has as many lines as the terminal, and less of the rest where that is few."""
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    screen = render_view(view(rows=MANY, events=EVENTS), console, height=height)
+    lines = console.render_lines(screen, pad=False)
+    text = "\n".join("".join(segment.text for segment in line) for line in lines)
+    assert len(lines) <= height
+    assert "step 3 of 9" in text
+    assert "layer." in text
+    assert "step 5: skip" in text
+
+
+def test_exponents_are_in_the_table_where_they_fit_and_name_their_kind_where_not():
+    """A gradient and a weight have the same name."""
+    wide, narrow = shown(view(rows=MANY), 120), shown(view(rows=MANY), 80)
+    assert "exponents" not in wide
+    assert "2^-30 to 2^0" in wide
+    below = narrow.partition("exponents")[2]
+    assert below.count("gradient") == below.count("weight  weight") == below.count("activation") == 4
+
+
+def test_what_wraps_is_indented():
+    """Only the first line of an event begins at the margin."""
+    text = shown(view(rows=(), events=EVENTS[:1]))
+    lines = text.partition("step 1: skip")[2].splitlines()[1:]
+    assert len(lines) > 2
+    assert all(line.startswith("    ") for line in lines)

@@ -2,7 +2,8 @@
 
 A skipped step changes nothing, so its micro-batches can be computed again, from the same weights, buffers and random
 numbers. Recorded for each micro-batch: the state of the generators at the start of its forward, the factor of its loss,
-whether the model was in training mode, and the user's function that computes the loss again. Nothing is recorded unless a
+whether the model was in training mode, the buffers at the start of the window or those that the loop has edited since the
+micro-batch before (`edits.py`), and the user's function that computes the loss again. Nothing is recorded unless a
 watch asks for it (`watch.replay`), and nothing waits for the device: the state of a CUDA generator is on the host.
 
 On a GPU the outcome arrives during the next step, so the records of a step live until then.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from halfstep.backends.base import Backend
-from halfstep.engine.buffers import BufferGuard
+from halfstep.engine.buffers import BufferGuard, SavedBuffers
 from halfstep.engine.replay.dtype_errors import dtype_errors_named
+from halfstep.engine.replay.edits import BufferEdits
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.events import log_once
@@ -67,6 +69,8 @@ class MicroBatch:
     factor: float | Tensor  # of its losses
     training: bool  # whether the model was in training mode
     compute_loss: Callable[[], Any] | None  # the user's; None if step() got none
+    buffers: SavedBuffers = ()  # that are not what the micro-batch before left
+    is_edited: bool = False  # whether a buffer was written to between two forwards of this micro-batch
 
 
 class Replays:
@@ -91,7 +95,8 @@ class Replays:
         self._was_compiled = any(hasattr(member, "_orig_mod") for member in members)  # by torch.compile(model)
         self.depth = 0  # above 0 inside a forward
         self.is_used = False  # whether the loop has passed a function to step(replay=...)
-        self._start: tuple[Generators, bool] | None = None  # of the micro-batch in progress
+        self._start: MicroBatch | None = None  # the one in progress
+        self._edits = BufferEdits(buffers)
         self._window: list[MicroBatch | None] = []
         self._steps: dict[int, list[MicroBatch | None]] = {}
 
@@ -137,14 +142,21 @@ class Replays:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Around a training forward: record the generators; an error about dtypes names its module."""
-        if self.active and self._start is None and self.obstacle is None:
-            self._start = (Generators.now(self.run.device), self.run.module.training)
+        records = self.active and self.obstacle is None
+        if records and self._start is None:
+            buffers = self._edits.copies() if self._window else self.buffers.start
+            now = Generators.now(self.run.device)
+            self._start = MicroBatch(now, 1.0, self.run.module.training, None, buffers)
+        elif records and self._start is not None and self._edits.changed_modules():
+            self._start = replace(self._start, is_edited=True)
         self.depth += 1
         try:
             with dtype_errors_named(self.run.module):
                 yield
         finally:
             self.depth -= 1
+            if records:
+                self._edits.leave()
 
     def end_micro_batch(self, compute_loss: Callable[[], Any] | None, window: Window) -> None:
         """Keep what the micro-batch that step() ends needs, if it ends one."""
@@ -154,13 +166,14 @@ class Replays:
         start, self._start = self._start, None
         if not self.active or len(self._window) >= window.num_micro_batches:
             return
-        self._window.append(None if start is None else MicroBatch(start[0], window.factor, start[1], compute_loss))
+        self._window.append(None if start is None else replace(start, factor=window.factor, compute_loss=compute_loss))
 
     def end_window(self, step: int) -> None:
         """File the window's micro-batches under the number of its step."""
         if self.active:
             self.file(step, self._window)
             self._window = []
+            self._edits.forget()
 
     def file(self, step: int, batches: list[MicroBatch | None]) -> None:
         """Keep the micro-batches of a step until its outcome has arrived."""
@@ -171,6 +184,7 @@ class Replays:
     def drop_window(self) -> None:
         """Forget the micro-batches of the window in progress."""
         self._window, self._start = [], None
+        self._edits.forget()
 
     def take(self, step: int) -> list[MicroBatch | None]:
         """The micro-batches of a step whose outcome has arrived; those of earlier steps are dropped."""

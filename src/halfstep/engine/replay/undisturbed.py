@@ -29,7 +29,7 @@ MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespac
 
 @contextlib.contextmanager
 def undisturbed(replays: Replays) -> Iterator[None]:
-    """Compute a skipped step again in this block, from the buffers that its window started with."""
+    """Compute a skipped step again in this block."""
     run = replays.run
     generators = Generators.now(run.device)
     with contextlib.ExitStack() as undo:
@@ -41,7 +41,6 @@ def undisturbed(replays: Replays) -> Iterator[None]:
         undo.enter_context(_modes(run.module))
         undo.enter_context(_gradients(run.module, run.params))
         undo.callback(BufferCopies(run.module).restore)
-        replays.buffers.load_start()
         torch.clear_autocast_cache()
         if replays.is_one_of_several:
             undo.enter_context(_NoMessages())  # type: ignore[no-untyped-call]
@@ -49,7 +48,7 @@ def undisturbed(replays: Replays) -> Iterator[None]:
 
 
 def compute_losses(replays: Replays, batch: MicroBatch) -> list[Tensor]:
-    """The losses of a micro-batch, computed in the Engine's precision with its random numbers."""
+    """The losses of a micro-batch, computed in the Engine's precision with its random numbers, from the buffers as they are."""
     run, policy = replays.run, replays.run.policy
     assert batch.compute_loss is not None
     batch.generators.restore()

@@ -12,28 +12,41 @@ from halfstep.report.numerics.view import KINDS, RunView, TensorRow, worst
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 __all__ = ["exponent_bar", "render_view", "sparkline"]
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _PLAIN = "_.-~=+*#"
 _WORST, _EVENTS, _WIDTH = 4, 5, 48
-_NAME, _WIDE = 24, 125  # characters of a name, and of a terminal with room for everything in one table
+_NAME = 24  # characters of a tensor's name
+# What a screen has, from most to least: tensors of each kind, whether their exponents may have a table of their own, events.
+_SIZES = ((_WORST, True, _EVENTS), (_WORST, False, _EVENTS), (2, False, 3), (1, False, 2), (1, False, 1))
 
 
-def render_view(view: RunView, console: Console) -> RenderableType:
-    """Everything on one screen."""
+def render_view(view: RunView, console: Console, *, height: int | None = None) -> RenderableType:
+    """Everything, or as much as fits into a screen of `height` lines."""
+    screens = (_screen(view, console, *size) for size in _SIZES)
+    if height is None:
+        return next(screens)
+    for screen in screens:
+        if len(console.render_lines(screen, pad=False)) <= height:
+            break
+    return screen
+
+
+def _screen(view: RunView, console: Console, num_tensors: int, separate: bool, num_events: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     marks = _BLOCKS if (console.encoding or "").lower().startswith("utf") else _PLAIN
     parts: list[Any] = [Text(line) for line in _summary(view, marks)]
     if view.rows:
-        parts += [Text(""), *_tensors(view, marks, console.width)]
+        parts += [Text(""), *_tensors(view, marks, console, num_tensors, separate)]
     elif view.points:
         parts.append(Text("no samples of gradients and weights: train with --set watch=100"))
     if view.events:
-        parts += [Text(""), *(_event_lines(view))]
+        parts += [Text(""), *_event_lines(view, num_events)]
     return Group(*parts)
 
 
@@ -77,46 +90,52 @@ def exponent_bar(row: TensorRow, low: int, high: int, marks: str) -> str:
     return "".join(cells)
 
 
-def _tensors(view: RunView, marks: str, width: int) -> Iterable[RenderableType]:
-    """The worst tensors of each kind, and their exponents: in the same table where it is wide enough, else below it."""
-    from rich.table import Table
+def _tensors(view: RunView, marks: str, console: Console, number: int, separate: bool) -> Iterable[RenderableType]:
+    """The worst tensors of each kind, and their exponents: in the same table where they fit, else below it if `separate`."""
     from rich.text import Text
 
-    rows = [row for kind in KINDS for row in worst((r for r in view.rows if r.kind == kind), _WORST)]
+    rows = [row for kind in KINDS for row in worst((r for r in view.rows if r.kind == kind), number)]
     exponents = [e for row in rows for e in row.bins]
     high = max(exponents, default=0)
     low = max(min(exponents, default=0), high - _WIDTH + 1)
-    wide = width >= _WIDE
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tensor", no_wrap=True)
-    table.add_column("of", no_wrap=True)
-    for head in ("bad", "zero", "flushed", "largest", "update", "lost"):
-        table.add_column(head, justify="right", no_wrap=True)
-    span = f"2^{low} to 2^{high}"
-    if wide:
-        table.add_column(span, no_wrap=True)
-    for row in rows:
-        cells = [
-            _short(row.name),
-            row.kind,
-            str(row.nonfinite or "-"),
-            _share(row.zeros),
-            _share(row.flushed),
-            f"{row.largest:.1e}",
-            "-" if row.ratio is None else f"{row.ratio:.0e}",
-            "-" if row.lost is None else _share(row.lost),
-        ]
-        table.add_row(*cells, *([exponent_bar(row, low, high, marks)] if wide else []))
+    bars, span = [exponent_bar(row, low, high, marks) for row in rows], f"2^{low} to 2^{high}"
+    table = _table(_HEADS, [_cells(row) for row in rows])
+    fits = console.measure(table).maximum + 1 + max(len(span), high - low + 1) <= console.width
+    if fits:
+        table = _table((*_HEADS, span), [(*_cells(row), bar) for row, bar in zip(rows, bars, strict=True)])
     yield Text(f"worst tensors at step {view.sampled_at}, in {view.format}", style="bold")
     yield table
-    if not wide:
-        bars = Table(box=None, pad_edge=False)
-        bars.add_column("tensor", no_wrap=True)
-        bars.add_column(f"exponents {span}", no_wrap=True)
-        for row in rows:
-            bars.add_row(_short(row.name), exponent_bar(row, low, high, marks))
+    if separate and not fits:
+        below = [(*_cells(row)[:2], bar) for row, bar in zip(rows, bars, strict=True)]
         yield Text("")
-        yield bars
+        yield _table((*_HEADS[:2], f"exponents {span}"), below)
+
+
+_HEADS = ("tensor", "of", "bad", "zero", "flushed", "largest", "update", "lost")
+
+
+def _cells(row: TensorRow) -> tuple[str, ...]:
+    return (
+        _short(row.name),
+        row.kind,
+        str(row.nonfinite or "-"),
+        _share(row.zeros),
+        _share(row.flushed),
+        f"{row.largest:.1e}",
+        "-" if row.ratio is None else f"{row.ratio:.0e}",
+        "-" if row.lost is None else _share(row.lost),
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right" if head in _HEADS[2:] else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _short(name: str) -> str:
@@ -124,15 +143,20 @@ def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"..{name[2 - _NAME :]}"
 
 
-def _event_lines(view: RunView) -> list[Any]:
+def _event_lines(view: RunView, number: int) -> list[Any]:
+    from rich.padding import Padding
+    from rich.table import Table
     from rich.text import Text
 
-    lines = []
-    for event in view.events[-_EVENTS:]:
+    lines: list[Any] = []
+    for event in view.events[-number:]:
         at = "" if event.step is None else f"step {event.step}: "
-        lines.append(Text(f"{at}{event.kind}: {event.text}"))
+        # Lines that wrap are indented, so that each event begins at the margin.
+        head = Table.grid(padding=(0, 1, 0, 0))
+        head.add_row(Text(f"{at}{event.kind}:", no_wrap=True), Text(event.text))
+        lines.append(head)
         if event.advice:
-            lines.append(Text(f"    {event.advice}"))
+            lines.append(Padding(Text(event.advice), (0, 0, 0, 4)))
     return lines
 
 
