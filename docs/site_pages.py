@@ -103,7 +103,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return outside_fences(DIRECTIVE.sub("", markdown), lambda text: LINK.sub(relink, text))
 
 
-def outside_fences(text: str, change) -> str:  # noqa: ANN001 - str to str
+def outside_fences(text: str, change) -> str:
     """The text with a change made to what is not in a code block."""
     parts, end = [], 0
     for match in FENCE.finditer(text):
