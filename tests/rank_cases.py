@@ -27,7 +27,7 @@ def hashed(*tensors):
     """A hash of these tensors' bits, equal on two ranks only if every bit is."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -6,7 +6,15 @@ import torch
 from halfstep.kernels.adamw import AdamColumn, AdamSettings
 from halfstep.kernels.lion import LionColumn, LionSettings
 from halfstep.kernels.sgd import SGDColumn, SGDSettings
-from halfstep.kernels.table import LAUNCH_SHAPES, NUM_SETTINGS, ChunkTable, Pointer, PointerTable, table_bytes
+from halfstep.kernels.table import (
+    LAUNCH_SHAPES,
+    NUM_SETTINGS,
+    ChunkTable,
+    Pointer,
+    PointerTable,
+    copied_to,
+    table_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -68,3 +76,26 @@ def test_settings_are_in_their_columns():
     lion = LionSettings(0.5, (0.25, 0.75), 3.0, maximize=True).row()
     assert lion == (0.5, 0.25, 0.75, 3.0, 1.0)
     assert lion[LionColumn.WEIGHT_DECAY] == 3.0
+
+
+class _Recorded(torch.Tensor):
+    """A tensor that only notes how it is to be copied."""
+
+    def to(self, *args, **kwargs):
+        return args, kwargs
+
+
+def test_only_copies_to_the_host_are_waited_for():
+    """The host must not compute with a flag that has not arrived; devices keep the order of their streams."""
+    flag = torch.ones(()).as_subclass(_Recorded)
+    assert copied_to(flag, CPU) == ((CPU, torch.float32), {"non_blocking": False})
+    assert copied_to(flag, torch.device("cuda"), torch.bool)[1] == {"non_blocking": True}
+
+
+@pytest.mark.gpu
+def test_the_host_reads_what_a_busy_gpu_computes():
+    """A flag that is computed behind other work has its value when it is used on the host."""
+    flag = torch.zeros((), device="cuda")
+    torch.cuda._sleep(100_000_000)
+    flag += 1
+    assert copied_to(flag, CPU).item() == 1

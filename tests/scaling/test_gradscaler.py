@@ -138,13 +138,14 @@ def test_f3_our_step_is_skipped_however_many_devices_overflow(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
 def test_f3_fixed_with_real_parameters_on_two_devices(name):
-    """A model split over CPU and GPU, both overflowing, is unchanged."""
+    """A model split over CPU and GPU, both overflowing, is unchanged, also if the GPU has other work to finish first."""
     params = [torch.nn.Parameter(torch.ones(4, device=d)) for d in ("cuda", "cpu")]
     optimizer = FUSED[name](params)
     scaler = OURS("cuda", init_scale=2.0)
     scaler.scale(torch.ones((), device="cuda"))
     for p in params:
         p.grad = torch.full_like(p, math.inf)
+    torch.cuda._sleep(200_000_000)
     scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(p.cpu(), torch.ones(4)) for p in params)

@@ -51,3 +51,16 @@ def test_push_does_not_wait_and_buffers_are_reused():
     queue.push(torch.zeros(2, device="cuda"))
     queue.deliver(wait=True)
     assert len(queue._free) == num_buffers
+
+
+@pytest.mark.gpu
+def test_what_is_pending_waits_for_the_end_of_a_capture():
+    """An event that has not been read before a CUDA graph is captured does not end the capture."""
+    queue, value = Readback(), torch.ones(1, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    queue.push(value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value.add_(1)
+        assert queue.deliver(wait=False) == []
+    assert queue.deliver(wait=True) == [(None, [1.0])]

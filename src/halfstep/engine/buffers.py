@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from halfstep.backends.consistency import is_plain
 from halfstep.engine.guards import count_registrations, num_registrations
 from halfstep.events import log_warning
+from halfstep.kernels.table import copied_to
 
 __all__ = ["RESTORE_COPIES", "BufferGuard", "SavedBuffers"]
 
@@ -78,7 +79,7 @@ class BufferGuard:
             now = [buffers.get(name) for name in saved.names]
             if saved.fits(now):
                 present: list[Tensor] = now  # type: ignore[assignment]
-                skip = found_inf.to(saved.flat.device, non_blocking=True) != 0
+                skip = copied_to(found_inf, saved.flat.device) != 0
                 torch._foreach_copy_(present, saved.parts(torch.where(skip, saved.flat, _flatten(present))))
                 continue
             for name, before, buffer in zip(saved.names, saved.parts(saved.flat), now, strict=True):
@@ -152,5 +153,5 @@ def _restore_one(name: str, before: Tensor, buffer: Tensor, found_inf: Tensor) -
     if before.shape != buffer.shape or before.dtype != buffer.dtype:
         log_warning(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
         return
-    skip = found_inf.to(buffer.device, non_blocking=True) != 0
+    skip = copied_to(found_inf, buffer.device) != 0
     buffer.copy_(torch.where(skip, before.to(buffer.device), buffer))

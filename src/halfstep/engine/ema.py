@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.kernels.table import copied_to
 from halfstep.optim.shards import local, placed
 
 __all__ = ["UPDATE_COPIES", "Ema", "check_decay"]
@@ -43,7 +44,7 @@ class Ema:
         """Follow the masters, unless the flag is set."""
         for name, param in self._params.items():
             average, master = local(self.averages[name]), local(self._master_of(param))
-            keep = found_inf.to(master.device, non_blocking=True) != 0
+            keep = copied_to(found_inf, master.device) != 0
             average.copy_(torch.where(keep, average, average + (master - average) * (1 - self.decay)))
 
     @contextlib.contextmanager

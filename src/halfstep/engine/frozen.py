@@ -25,6 +25,7 @@ from torch import Tensor
 from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
+from halfstep.kernels.table import copied_to
 from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.scaling.readback import Readback
@@ -123,7 +124,7 @@ def _checksums(params: Sequence[Tensor]) -> Tensor:
         for start in range(0, len(bits), _CHUNK):
             wide = bits[start : start + _CHUNK].to(torch.int64)
             total += (wide * wide).add_(wide, alpha=3).sum()  # of the plain bits, one up and one down would cancel
-        sums.append(total.to(params[0].device, non_blocking=True))
+        sums.append(copied_to(total, params[0].device))
     return torch.stack(sums)
 
 

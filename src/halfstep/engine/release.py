@@ -29,6 +29,7 @@ from torch import Tensor
 from halfstep.engine.steps import Decision
 from halfstep.errors import SettingError
 from halfstep.kernels.gradstats import flag_and_norm
+from halfstep.kernels.table import copied_to
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
 
@@ -244,7 +245,7 @@ class GradientRelease:
     def finish(self, device: torch.device) -> Decision:
         """The flag (whether any bucket was skipped) and the norm of the released gradients; starts the next step."""
         parts = [norm for arrivals in self._arrivals.values() for norm in arrivals.take_norms()]
-        norms = [norm.to(device, non_blocking=True) for norm in parts]
+        norms = [copied_to(norm, device) for norm in parts]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
         return Decision((~norm.isfinite()).to(torch.float32), norm, torch.ones((), device=device))
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.kernels.table import copied_to
 
 __all__ = ["Window"]
 
@@ -119,7 +120,7 @@ def _checked(weight: Any, device: torch.device) -> float | Tensor:
             raise SettingError(f"weight takes one number, not a tensor of shape {tuple(weight.shape)}; sum it first.")
         if weight.dtype is torch.bool or weight.is_complex():
             raise SettingError(f"weight takes a real number, not a tensor of {weight.dtype}; sum a mask to count it.")
-        return weight.detach().to(device, torch.float32, non_blocking=True).reshape(())
+        return copied_to(weight.detach(), device, torch.float32).reshape(())
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise SettingError(f"weight={weight!r} must be a number or a tensor with one, such as a count of tokens.")
     try:

@@ -27,7 +27,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.gradstats import dense_values
-from halfstep.kernels.table import BIN_OF_1, INF, LARGEST, NAN, NUM_BINS, NUM_COLUMNS, SMALLEST, ZEROS
+from halfstep.kernels.table import BIN_OF_1, INF, LARGEST, NAN, NUM_BINS, NUM_COLUMNS, SMALLEST, ZEROS, copied_to
 from halfstep.precision.formats import DTYPES_16_BIT, FP32, FP64, Format
 
 __all__ = [
@@ -112,7 +112,7 @@ def count_exponents(
     table = empty_table(len(tensors), device)
     for (where, dtype), rows in groups.items():
         part = table if where == device else empty_table(len(tensors), where)
-        local = None if divisor is None else divisor.detach().to(where, torch.float32, non_blocking=True)
+        local = None if divisor is None else copied_to(divisor.detach(), where, torch.float32)
         group = values if len(rows) == len(values) else [values[row] for row in rows]
         if triton_runs_on(where) and dtype in _KERNEL_DTYPES:
             from halfstep.kernels.exponents_triton import ExponentCounter
@@ -124,7 +124,7 @@ def count_exponents(
         else:
             reference_rows(group, rows, local, part)
         if part is not table:  # rows of tensors on another device are 0 so far
-            table += part.to(device, non_blocking=True)
+            table += copied_to(part, device)
     return Counts(table, divisor)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
+from halfstep.kernels.table import copied_to
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["dense_values", "flag_and_norm", "known_sums", "total_norm"]
@@ -63,7 +64,7 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, tables: dict[Any, 
         if values.numel():
             groups.setdefault((values.device, values.dtype), []).append(values)
     for key, group in groups.items():
-        norms.append(_group_norm(key, group, tables).to(device, torch.float32, non_blocking=True))
+        norms.append(copied_to(_group_norm(key, group, tables), device, torch.float32))
     if tables is not None:
         only = len(groups) == 1 and len(group) == len(grads) and not any(g.is_sparse or g.is_complex() for g in grads)
         tables["all"] = tables.get(key) if only else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.kernels.layout import Layout, master_in, restore
 from halfstep.kernels.split import split
+from halfstep.kernels.table import copied_to
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["Update", "lean_step", "read_master", "write_master"]
@@ -37,7 +38,7 @@ def lean_step(
     """Advance weight, master, moments and step count by one step, or leave every bit of them if the flag is set."""
     master, wide = read_master(weight, state), grad.float()
     if divisor is not None:
-        wide = wide * (1 / divisor.to(wide.device, torch.float32, non_blocking=True))  # as the kernels do
+        wide = wide * (1 / copied_to(divisor, wide.device, torch.float32))  # as the kernels do
     step = state["step"] + 1
     moments = [name for name in layout.moments if name in state]
     scalars = [name for name in layout.scalars if name in state]
@@ -48,7 +49,7 @@ def lean_step(
     versions = {name: _version(tensor) for name, tensor in inputs.items()}
     new_master = update(working, master, wide).float()  # a 0-dim tensor times an fp64 scalar is fp64
     _check_unchanged(inputs, versions)
-    skip = None if found_inf is None else found_inf.to(weight.device, non_blocking=True) != 0
+    skip = None if found_inf is None else copied_to(found_inf, weight.device) != 0
     for name in moments:
         for entry, value in layout.pack(name, working[name].float(), step).items():
             _write(state[entry], value, skip)

@@ -39,6 +39,7 @@ __all__ = [
     "Pointer",
     "PointerTable",
     "chunk_size",
+    "copied_to",
     "table_bytes",
     "to_device",
 ]
@@ -76,6 +77,15 @@ BIN_OF_1 = (
 )
 NAN, INF, ZEROS, LARGEST, SMALLEST = range(NUM_BINS, NUM_BINS + 5)
 NUM_COLUMNS = NUM_BINS + 5
+
+
+def copied_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on another device, without a wait unless that is the host.
+
+    With `non_blocking` torch copies from a GPU to the host behind the back of the host, which then computes with memory that
+    nothing has been written to yet: a flag that has not arrived reads as 0, and the step is not skipped.
+    """
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=torch.device(device).type != "cpu")
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

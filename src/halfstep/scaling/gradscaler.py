@@ -30,6 +30,7 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
+from halfstep.kernels.table import copied_to
 from halfstep.precision.loss_scale import FP32_MAX, LossScale
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import ScalerCounts, named_parameters_of, stop_if_stuck
@@ -77,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
         self._optimizers[id(optimizer)] = optimizer
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return super().step(optimizer, *args, **kwargs)
-        handle = optimizer.register_step_pre_hook(_make_flag_zero_or_one)
+        handle = optimizer.register_step_pre_hook(_make_flags_usable)
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
@@ -93,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         skipped = None
         if new_scale is None and flags and self._scale is not None:
             # Before super().update, which adds the flags up in place.
-            on_device = [f.to(self._scale.device, non_blocking=True).reshape(()) for f in flags]
+            on_device = [copied_to(f, self._scale.device).reshape(()) for f in flags]
             skipped = (torch.stack(on_device).amax() != 0).to(torch.int64)
         super().update(new_scale)
         if self._scale is not None:
@@ -204,11 +205,20 @@ class GradScaler(torch.amp.GradScaler):
             yield from named_parameters_of(optimizer, self._names)
 
 
-def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch passes them a sum."""
+def _make_flags_usable(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch passes them a sum.
+
+    For parameters on the CPU torch copies the flag and the scale from the GPU without a wait, and computes with what has not
+    arrived. So they are on the CPU already if one of the parameters is.
+    """
     found_inf = getattr(optimizer, "found_inf", None)
     if isinstance(found_inf, Tensor):
         found_inf.clamp_(max=1)
+    if any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
+        for name in ("found_inf", "grad_scale"):
+            value = getattr(optimizer, name, None)
+            if isinstance(value, Tensor):
+                setattr(optimizer, name, value.cpu())
 
 
 def _usable_scale(scale: float, rule: LossScale) -> float:

@@ -62,8 +62,13 @@ class Readback:
         return [(payload, values.tolist()) for payload, values in self.deliver_tensors(wait=wait)]
 
     def deliver_tensors(self, *, wait: bool) -> list[tuple[Any, Tensor]]:
-        """As `deliver`, with the values as a tensor on the host that the caller may keep: for large ones."""
-        arrived = []
+        """As `deliver`, with the values as a tensor on the host that the caller may keep: for large ones.
+
+        While a CUDA graph is captured nothing is delivered: asking an event would end the capture with an error.
+        """
+        arrived: list[tuple[Any, Tensor]] = []
+        if self._pending and self._pending[0].event is not None and torch.cuda.is_current_stream_capturing():
+            return arrived
         while self._pending:
             first = self._pending[0]
             if first.event is not None:

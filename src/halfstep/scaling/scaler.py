@@ -31,6 +31,7 @@ from torch import Tensor
 from halfstep.errors import OverflowStop, SettingError
 from halfstep.events import log_warning
 from halfstep.kernels.scale_update import COUNTERS, new_counters, scale_update
+from halfstep.kernels.table import copied_to
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.loss_scale import LossScale
 from halfstep.scaling.readback import Readback
@@ -85,7 +86,7 @@ class Scaler:
 
     def scale_on(self, device: torch.device) -> Tensor:
         """The current scale as a 0-dim tensor on `device`, without reading it back."""
-        return self._scale.to(device, non_blocking=True)
+        return copied_to(self._scale, device)
 
     def update(self, found_inf: Tensor | float, named_params: NamedParams | None = None) -> None:
         """Adjust the scale after a step; `found_inf` other than 0 means that a gradient was not finite.
@@ -111,9 +112,9 @@ class Scaler:
         else:
             found_inf = torch.full((), float(found_inf), device=self._scale.device)
         before = None if unless is None else (self._scale.clone(), self._counters.clone())
-        scale_update(self._scale, self._counters, found_inf.to(self._scale.device, non_blocking=True), self.settings)
+        scale_update(self._scale, self._counters, copied_to(found_inf, self._scale.device), self.settings)
         if unless is not None and before is not None:
-            unless = unless.to(self._scale.device, torch.bool, non_blocking=True)
+            unless = copied_to(unless, self._scale.device, torch.bool)
             for value, old in zip((self._scale, self._counters), before, strict=True):
                 value.copy_(torch.where(unless, old, value))
 

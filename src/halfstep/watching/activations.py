@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from halfstep.kernels.exponents import LARGEST, count_exponents
+from halfstep.kernels.table import copied_to
 from halfstep.precision.formats import format_name
 from halfstep.watching.cost import DeviceClock
 
@@ -97,7 +98,7 @@ class Activations:
         if not tables:
             return None
         names = tuple(numels)
-        rows = torch.cat([table.to(tables[0][1].device, non_blocking=True) for _, table in tables])
+        rows = torch.cat([copied_to(table, tables[0][1].device) for _, table in tables])
         order = [names.index(name) for members, _ in tables for name in members]
         return ActivationTable(
             names,

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import OptState
 from halfstep.engine.steps import gradients_of, is_stepped_by_engine
 from halfstep.errors import SettingError
 from halfstep.events import log_once
+from halfstep.kernels.table import copied_to
 from halfstep.optim.trainable import check_trainable
 from halfstep.scaling.readback import Readback
 from halfstep.watching.guard import Guard, guard_of
@@ -118,7 +119,7 @@ class LoopHooks:
         returned = type(scaler).step(scaler, optimizer, *args, **kwargs)
         flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())  # noqa: SLF001
         if flags and scale is not None:
-            on_device = [flag.to(scale.device, non_blocking=True).reshape(()) for flag in flags]
+            on_device = [copied_to(flag, scale.device).reshape(()) for flag in flags]
             found_inf = (torch.stack(on_device).amax() != 0).to(torch.float32)
             self._end(found_inf, scale)
         else:

@@ -207,5 +207,5 @@ class BackwardTrace:
     def largest(self, ranges: Sequence[Range], dtype: str) -> float:
         """The largest gradient of a dtype anywhere in the pass."""
         of_nodes = (p for node in self.nodes for p in (*node.inputs, *node.outputs))
-        seen = (ranges[p] for p in (*self._arrived, *of_nodes) if p is not None)
-        return max((each.largest for each in seen if each.dtype == dtype and each.finite), default=0.0)
+        measured = (ranges[p] for p in (*self._arrived, *of_nodes) if p is not None)
+        return max((each.largest for each in measured if each.dtype == dtype and each.finite), default=0.0)

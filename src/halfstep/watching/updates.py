@@ -25,6 +25,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import MASTER_ENTRIES
 from halfstep.kernels.lean import read_master
+from halfstep.kernels.table import copied_to
 from halfstep.optim.shards import local
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 
@@ -169,7 +170,7 @@ class UpdateProbe:
             lost = moves & (before == after)
             stuck = lost & (self._earlier[i] == after) if self._earlier is not None else torch.zeros_like(lost)
             columns = ((after - before).square(), before.square(), moves.float(), lost.float(), stuck.float())
-            rows.append(_sums(columns, group.lengths).to(device, non_blocking=True))
+            rows.append(copied_to(_sums(columns, group.lengths), device))
         self._old = []
         if since is None or step - since >= MIN_STEPS:
             self._earlier, self._earlier_step = new, step

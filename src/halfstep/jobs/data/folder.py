@@ -10,6 +10,7 @@ data than requested.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -149,6 +150,8 @@ class FolderImages(OrderedLoader):
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         self._queue[:] = [(epoch, rows.tolist()) for rows in self._rows(epoch)[first:]]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            gc.collect()  # a forked worker that collects a CUDA tensor in a cycle of this process is aborted
         for decoded in self._workers:
             if isinstance(decoded, _Unreadable):
                 raise SettingError(

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.signs.signs import pack_signs, unpack_signs
+from halfstep.kernels.table import copied_to
 from halfstep.optim.onebit.wire import Pending, Wire
 
 __all__ = ["ChunkPlan", "Reduced", "compressed_allreduce", "compressed_bytes", "server_bytes"]
@@ -205,7 +206,7 @@ class _Transfer:
         """The root mean square of each part, 0 where it is empty."""
         norms = torch.stack([torch.linalg.vector_norm(part) for part in parts])
         roots = torch.tensor([math.sqrt(max(part.numel(), 1)) for part in parts], dtype=torch.float32)
-        return norms / roots.to(self._device, non_blocking=True)
+        return norms / copied_to(roots, self._device)
 
     def _scaled(self, signs: Tensor, scales: Tensor, counts: Sequence[int]) -> Tensor:
         """Signs in place times the scale of their part, where parts have these counts."""
@@ -213,7 +214,7 @@ class _Transfer:
             for part, scale in zip(torch.split(signs, list(counts)), scales, strict=True):
                 part.mul_(scale)
             return signs
-        repeats = torch.tensor(counts).to(self._device, non_blocking=True)
+        repeats = copied_to(torch.tensor(counts), self._device)
         return signs.mul_(torch.repeat_interleave(scales, repeats, output_size=sum(counts)))
 
 

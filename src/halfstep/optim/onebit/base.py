@@ -32,6 +32,7 @@ from torch import Tensor
 from halfstep.errors import RankError, SettingError
 from halfstep.events import log_warning
 from halfstep.kernels.lean import lean_step
+from halfstep.kernels.table import copied_to
 from halfstep.optim.onebit.feedback import ERRORS, reduce_with_feedback
 from halfstep.optim.onebit.joined import JoinedOptimizer
 from halfstep.optim.onebit.precision import check_compute, unverified_precision
@@ -221,7 +222,7 @@ class OneBitOptimizer(JoinedOptimizer):
                 grads.append(torch.zeros_like(param, dtype=torch.float32))
                 continue
             wide = param.grad.float()
-            grads.append(wide if factor is None else wide * factor.to(wide.device, non_blocking=True))
+            grads.append(wide if factor is None else wide * copied_to(factor, wide.device))
         return grads
 
     def apply_rule(self, param: Tensor, rule: Rule, grad: Tensor, skip: Tensor | None) -> None:

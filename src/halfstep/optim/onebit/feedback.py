@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.kernels.table import copied_to
 from halfstep.optim.onebit.allreduce import compressed_allreduce
 from halfstep.optim.onebit.wire import Wire
 
@@ -82,5 +83,5 @@ def _store(state: dict[str, Any], name: str, new: Tensor, skip: Tensor | None) -
     """Replace an entry that may not exist yet, unless the flag is set."""
     if skip is not None:
         before = state.get(name, torch.zeros_like(new))
-        new = torch.where(skip.to(new.device, non_blocking=True) != 0, before, new)
+        new = torch.where(copied_to(skip, new.device) != 0, before, new)
     state[name] = new.clone()
