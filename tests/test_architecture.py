@@ -122,14 +122,13 @@ def test_imports_go_down():
 
 
 def test_every_package_has_a_layer_and_is_described():
-    """The layers, the tree, docs/architecture.md and the README's map of the source name the same packages."""
+    """The layers, the tree and docs/architecture.md name the same packages."""
     entries = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p.is_dir() and list(p.glob("*.py")))}
     entries -= {"__init__"}
     assert entries == set(LAYERS)
-    for page, heading in (("docs/architecture.md", "## Layers"), ("README.md", "## Map of the source")):
-        section = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
-        named = set(re.findall(r"^(?:\| )?`?([a-z_]+)(?:/|\.py)", section, re.MULTILINE))
-        assert named == entries - {"__main__"}, page
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^(?:\| )?`?([a-z_]+)(?:/|\.py)", section, re.MULTILINE))
+    assert named == entries - {"__main__"}
 
 
 def test_the_top_of_the_package_is_small():

@@ -200,6 +200,12 @@ def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
         )
     if survey.stopped:
         notes.append(_stop_note(runs, survey, rows))
+    elif slow := [run for run in runs if run.measured.stopped_after is not None]:
+        labels = dict.fromkeys(f"{run.variant.label} after {run.measured.stopped_after}" for run in slow)
+        notes.append(
+            f"Cut short and not repeated: {', '.join(labels)} of {slow[0].settings.steps} steps, so much slower than the reference that "
+            "more steps would take long and add no information."
+        )
     for run in runs:
         label, measured = run.variant.label, run.measured
         if measured.split_failed is not None:
@@ -208,11 +214,6 @@ def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
             notes.append(f"{label}: the operator census failed ({measured.census_failed}).")
         if measured.numerics_failed is not None:
             notes.append(f"{label}: its underflow was not measured: {measured.numerics_failed}.")
-        if measured.stopped_after is not None and not survey.stopped:
-            notes.append(
-                f"{label} was cut short after {measured.stopped_after} of {run.settings.steps} steps and not repeated: it is so much "
-                "slower than the reference that more steps would take long and add no information."
-            )
         if measured.validation_cut is not None:
             notes.append(
                 f"Validation used the first {measured.validation_cut} batches, as many as there are training steps, because its data "

@@ -22,7 +22,7 @@ the defects Halfstep knows, each with its public thread. `halfstep check` (HS401
 affected and the script or configuration uses the feature; `halfstep probe` lists those of the installed libraries and
 this GPU.
 
-```
+```bash
 halfstep check --with torch=2.11 --gpu H200
 halfstep probe
 ```
