@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from fault_models import MODELS
+from fault_runs import same
 from torch import nn
 
 from halfstep.engine import compiling
@@ -220,21 +221,6 @@ def run_fault(fault: Fault, watch: Autopsies | None, *, seed: int = 0) -> tuple[
     engine.close()
     torch._dynamo.reset()  # noqa: SLF001 - as torch's own documentation calls it
     return skipped, left
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two trees are bit for bit equal: -0 is not 0, and NaN equals only itself."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other) if isinstance(one, float) else bool(one == other)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

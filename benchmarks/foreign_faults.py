@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from fault_injection import VALUES, same
+from fault_injection import VALUES
+from fault_runs import same, seed_everything, train
 from foreign_models import FOREIGN, LENGTH, Batch
 from torch import Tensor, nn
 
@@ -435,9 +435,7 @@ def run_fault(
     fault: Fault, watch: Autopsies | None, *, seed: int = 0, scale: float | None = None
 ) -> tuple[list[bool], list[Any]]:
     """Train with the fault; returns which steps were skipped, and everything that the training left behind."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - transformers draws masks from it
+    seed_everything(seed)
     setting, spec = fault.setting, FOREIGN[fault.setting.model]
     model = build(setting)
     injector = Injector(fault, model)
@@ -457,34 +455,17 @@ def run_fault(
             scaler=scaler,
         )
     g = torch.Generator().manual_seed(seed + 1)
-    skipped, left = [], []
-    for step in range(STEPS):
-        for micro in range(setting.accumulate):
-            batch = _with_mask(setting, spec.draw(g))
-            due = step == fault.step and micro == fault.micro
-            if due:
-                injector.arm(batch)
-
-            def compute(batch: Batch = batch, due: bool = due) -> Any:
-                injector.is_due = due  # until the next one: checkpoints compute parts again during the backward pass
-                return injector.loss(spec.loss(model, batch))
-
-            with engine.forward():
-                losses = compute()
-            every = losses if isinstance(losses, list) else [losses]
-            for number, loss in enumerate(every):
-                engine.backward(loss, retain_graph=number + 1 < len(every))
-            left += [loss.detach().clone() for loss in every]
-            result = engine.step(replay=None if watch is None else compute)
-        skipped.append(result.skipped)
-        if step == fault.step:
-            injector.disarm()
-    state = engine.state_dict()
-    state.pop("truth")
-    left += [state, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
-    left += [model.state_dict(), dict(model.named_buffers())]
-    engine.close()
-    return skipped, left
+    return train(
+        engine,
+        model,
+        injector,
+        lambda: _with_mask(setting, spec.draw(g)),
+        lambda batch: injector.loss(spec.loss(model, batch)),
+        steps=STEPS,
+        accumulate=setting.accumulate,
+        at=(fault.step, fault.micro),
+        watched=watch is not None,
+    )
 
 
 @contextlib.contextmanager

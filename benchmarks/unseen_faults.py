@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from fault_injection import VALUES, same
+from fault_injection import VALUES
+from fault_runs import same, seed_everything, train
 from foreign_faults import Ruined
 from torch import Tensor, nn
 from unseen_models import FIRST, SECOND, Batch, Unseen
@@ -436,9 +437,7 @@ def run_fault(
     fault: Fault, watch: Autopsies | None, *, seed: int = 0, scale: float = 2.0**6
 ) -> tuple[list[bool], list[Any]]:
     """Train with the fault; returns which steps were skipped, and everything that the training left behind."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    seed_everything(seed)
     spec = MODELS[fault.model]
     model = spec.build().train()
     injector = Injector(fault, model)
@@ -455,34 +454,17 @@ def run_fault(
         scaler=scaler,
     )
     g = torch.Generator().manual_seed(seed + 1)
-    skipped, left = [], []
-    for step in range(STEPS):
-        for micro in range(fault.accumulate):
-            batch = spec.draw(g)
-            due = step == fault.step and micro == fault.micro
-            if due:
-                injector.arm(batch)
-
-            def compute(batch: Batch = batch, due: bool = due) -> Any:
-                injector.is_due = due
-                return injector.losses(spec.loss(model, batch))
-
-            with engine.forward():
-                losses = compute()
-            several = losses if isinstance(losses, list) else [losses]
-            for number, loss in enumerate(several):
-                engine.backward(loss, retain_graph=number + 1 < len(several))
-            left += [loss.detach().clone() for loss in several]
-            result = engine.step(replay=None if watch is None else compute)
-        skipped.append(result.skipped)
-        if step == fault.step:
-            injector.disarm()
-    state = engine.state_dict()
-    state.pop("truth")
-    left += [state, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
-    left += [model.state_dict(), dict(model.named_buffers())]
-    engine.close()
-    return skipped, left
+    return train(
+        engine,
+        model,
+        injector,
+        lambda: spec.draw(g),
+        lambda batch: injector.losses(spec.loss(model, batch)),
+        steps=STEPS,
+        accumulate=fault.accumulate,
+        at=(fault.step, fault.micro),
+        watched=watch is not None,
+    )
 
 
 @dataclass(frozen=True)
