@@ -1,5 +1,7 @@
 """The EMA of any library."""
 
+import copy
+
 import pytest
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -13,6 +15,13 @@ class Shadow:
 
     def __init__(self, model):
         self.shadow_params = [p.detach().clone() for p in model.parameters()]
+
+
+class First:
+    """As timm's first ModelEma."""
+
+    def __init__(self, model):
+        self.ema = copy.deepcopy(model)
 
 
 class Wrapped(nn.Module):
@@ -32,7 +41,7 @@ def as_dictionary(model):
 
 
 @pytest.mark.parametrize(
-    "make", [averaged, Shadow, as_dictionary, lambda model: model, lambda model: list(model.parameters())]
+    "make", [averaged, Shadow, First, as_dictionary, lambda model: model, lambda model: list(model.parameters())]
 )
 def test_a_16_bit_ema_is_reported_with_names(make):
     """torch's AveragedModel, a list, a dictionary or a module of bf16 copies fails expect(ema="fp32")."""

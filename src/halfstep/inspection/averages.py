@@ -16,8 +16,8 @@ from halfstep.precision.formats import format_name
 
 __all__ = ["ema_fact"]
 
-# Where libraries store the copies: halfstep.engine.ema.Ema; diffusers, torch_ema; timm, torch's AveragedModel; ema_pytorch.
-_ATTRIBUTES = ("averages", "shadow_params", "module", "ema_model", "shadow")
+# Where libraries store the copies: halfstep.engine.ema.Ema; diffusers, torch_ema; timm, torch's AveragedModel; ema_pytorch; timm's first ModelEma.
+_ATTRIBUTES = ("averages", "shadow_params", "module", "ema_model", "shadow", "ema")
 
 
 def ema_fact(parts: Parts) -> Fact:
