@@ -34,7 +34,15 @@ FILL = (124, 116, 104)  # ImageNet's mean, 255 * (0.485, 0.456, 0.406)
 _SOLARIZE_ADD_BELOW = 128
 _ENHANCE_SPAN, _LEAST_ENHANCE = 0.9, 0.1
 
-Operation = Callable[[Any, float, random.Random], Any]  # an RGB image, a share of the maximum strength, random numbers
+Change = Callable[[Any, float], Any]  # takes an RGB image and a share of the maximum strength
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A change of an image, and whether it takes a random direction: a negative share."""
+
+    apply: Change
+    has_direction: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,10 @@ class RandAugment:
         for operation in draw.choices(tuple(OPERATIONS.values()), k=self.num_operations):
             if draw.random() < APPLY_PROBABILITY:
                 strength = min(max(draw.gauss(self.magnitude, self.deviation), 0), MAX_STRENGTH)
-                image = operation(image, strength / MAX_STRENGTH, draw)
+                share = strength / MAX_STRENGTH
+                if operation.has_direction and draw.random() < 0.5:
+                    share = -share
+                image = operation.apply(image, share)
         return image
 
 
@@ -65,75 +76,60 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"PIL.{name}")  # as everywhere here, Pillow is imported where it is needed
 
 
-def _sign(draw: random.Random) -> int:
-    return 1 if draw.random() < 0.5 else -1
-
-
 def _affine(image: Any, matrix: tuple[float, ...]) -> Any:
     pillow = _module("Image")
-    return image.transform(
-        image.size, pillow.Transform.AFFINE, matrix, pillow.Resampling.BICUBIC, fillcolor=FILL
-    )
+    return image.transform(image.size, pillow.Transform.AFFINE, matrix, pillow.Resampling.BICUBIC, fillcolor=FILL)
 
 
-def _rotate(image: Any, share: float, draw: random.Random) -> Any:
-    return image.rotate(_sign(draw) * 30 * share, _module("Image").Resampling.BICUBIC, fillcolor=FILL)
-
-
-def _shear_x(image: Any, share: float, draw: random.Random) -> Any:
-    return _affine(image, (1, _sign(draw) * 0.3 * share, 0, 0, 1, 0))
-
-
-def _shear_y(image: Any, share: float, draw: random.Random) -> Any:
-    return _affine(image, (1, 0, 0, _sign(draw) * 0.3 * share, 1, 0))
-
-
-def _translate_x(image: Any, share: float, draw: random.Random) -> Any:
-    return _affine(image, (1, 0, _sign(draw) * 0.45 * share * image.width, 0, 1, 0))
-
-
-def _translate_y(image: Any, share: float, draw: random.Random) -> Any:
-    return _affine(image, (1, 0, 0, 0, 1, _sign(draw) * 0.45 * share * image.height))
+def _rotate(image: Any, share: float) -> Any:
+    return image.rotate(30 * share, _module("Image").Resampling.BICUBIC, fillcolor=FILL)
 
 
 def _enhance(kind: str) -> Operation:
-    def apply(image: Any, share: float, draw: random.Random) -> Any:
-        factor = max(_LEAST_ENHANCE, 1 + _sign(draw) * _ENHANCE_SPAN * share)
-        return getattr(_module("ImageEnhance"), kind)(image).enhance(factor)
+    def apply(image: Any, share: float) -> Any:
+        return getattr(_module("ImageEnhance"), kind)(image).enhance(max(_LEAST_ENHANCE, 1 + _ENHANCE_SPAN * share))
 
-    return apply
+    return Operation(apply, has_direction=True)
 
 
-def _posterize(image: Any, share: float, draw: random.Random) -> Any:
+def _simple(name: str) -> Operation:
+    return Operation(lambda image, _: getattr(_module("ImageOps"), name)(image))
+
+
+def _posterize(image: Any, share: float) -> Any:
     bits = 4 - int(4 * share)
     # Pillow takes 1 to 8 bits; with none, every pixel is black.
     return _module("ImageOps").posterize(image, bits) if bits else image.point(lambda value: 0 * value)
 
 
-def _solarize(image: Any, share: float, draw: random.Random) -> Any:
+def _solarize(image: Any, share: float) -> Any:
     return _module("ImageOps").solarize(image, 256 - int(256 * share))
 
 
-def _solarize_add(image: Any, share: float, draw: random.Random) -> Any:
+def _solarize_add(image: Any, share: float) -> Any:
     added = int(110 * share)
     table = [min(255, value + added) if value < _SOLARIZE_ADD_BELOW else value for value in range(256)]
     return image.point(table * 3)
 
 
-OPERATIONS: dict[str, Operation] = {
-    "auto_contrast": lambda image, share, draw: _module("ImageOps").autocontrast(image),
-    "equalize": lambda image, share, draw: _module("ImageOps").equalize(image),
-    "invert": lambda image, share, draw: _module("ImageOps").invert(image),
-    "rotate": _rotate,
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "solarize_add": _solarize_add,
+OPERATIONS = {
+    "auto_contrast": _simple("autocontrast"),
+    "equalize": _simple("equalize"),
+    "invert": _simple("invert"),
+    "posterize": Operation(_posterize),
+    "solarize": Operation(_solarize),
+    "solarize_add": Operation(_solarize_add),
     "colour": _enhance("Color"),
     "contrast": _enhance("Contrast"),
     "brightness": _enhance("Brightness"),
     "sharpness": _enhance("Sharpness"),
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
+    "rotate": Operation(_rotate, has_direction=True),
+    "shear_x": Operation(lambda image, share: _affine(image, (1, 0.3 * share, 0, 0, 1, 0)), has_direction=True),
+    "shear_y": Operation(lambda image, share: _affine(image, (1, 0, 0, 0.3 * share, 1, 0)), has_direction=True),
+    "translate_x": Operation(
+        lambda image, share: _affine(image, (1, 0, 0.45 * share * image.width, 0, 1, 0)), has_direction=True
+    ),
+    "translate_y": Operation(
+        lambda image, share: _affine(image, (1, 0, 0, 0, 1, 0.45 * share * image.height)), has_direction=True
+    ),
 }

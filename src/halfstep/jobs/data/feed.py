@@ -67,7 +67,9 @@ class Feed:
         }
 
     def __str__(self) -> str:
-        loader = "not measured" if self.loader is None else f"{self.loader:,.0f} images/s with {self.num_workers} worker(s)"
+        loader = (
+            "not measured" if self.loader is None else f"{self.loader:,.0f} images/s with {self.num_workers} worker(s)"
+        )
         verdict = "the model limits the speed"
         if self.limit == "loader":
             verdict = "the loader limits the speed: give the process more CPU cores, or store smaller images"
@@ -128,7 +130,7 @@ class FeedMeter:
     def _mark(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -64,15 +64,15 @@ def decode(
     """The pixels (image_size, image_size, 3) of an image file; randomly cropped, flipped and augmented by `draw`, else its centre."""
     pillow = require_pillow()
     with pillow.open(io.BytesIO(content)) as image:
-        full = image.size
-        box = centre(*full) if draw is None else random_crop(*full, draw)
+        width, height = image.size
+        box = centre(width, height) if draw is None else random_crop(width, height, draw)
         if draw is not None and augmentation.reduced and image.format == "JPEG":
             # The reduction is by 2, 4 or 8, and the crop keeps at least image_size pixels in both directions.
-            least = (full[0] * image_size / (box[2] - box[0]), full[1] * image_size / (box[3] - box[1]))
+            least = (width * image_size / (box[2] - box[0]), height * image_size / (box[3] - box[1]))
             image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
         # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
         image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
-    across, down = image.size[0] / full[0], image.size[1] / full[1]
+    across, down = image.width / width, image.height / height
     box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
     resample = pillow.Resampling[augmentation.resample.upper()]
     image = image.resize((image_size, image_size), resample, box=box)
