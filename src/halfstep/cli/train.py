@@ -231,13 +231,14 @@ def _recipe(text: str | None, target: str | None, pairs: list[str], saved: Saved
     recipe = None if text is None else read_recipe(text, target, pairs)
     if saved is None or saved.source is None:
         return recipe
-    before = saved.source.recipe
-    if recipe is not None and str(recipe) != before:
+    text = saved.source.recipe
+    before = None if text is None else read_recipe(text, target)
+    if recipe is not None and (before is None or not recipe.trains_like(before)):
         raise SettingError(
             f"The run was started with {'no recipe' if before is None else f'--recipe {before}'}, and is resumed with --recipe {recipe}; leave "
             "it out to continue the run, or start a new one."
         )
-    return None if before is None else read_recipe(before, target)
+    return recipe or before
 
 
 def _config_of_recipe(

@@ -46,6 +46,7 @@ _RUN_FIELDS = (
     "ema",
     "max_norm",
 )  # set by TrainConfig, not by a recipe's --set
+_MACHINE_FIELDS = ("num_workers", "num_images")  # nothing of them is published
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Recipe:
         if epoch < self.warmup_epochs:
             return epoch / self.warmup_epochs
         done = min(1.0, (epoch - self.warmup_epochs) / (self.epochs - self.warmup_epochs))
-        least = self.min_lr / self.lr if self.lr else 0.0
+        least = min(1.0, self.min_lr / self.lr) if self.lr else 0.0
         return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
     def steps_per_epoch(self, num_images: int) -> int:
@@ -125,6 +126,10 @@ class Recipe:
         """Fields that can be set with --set and differ from the source, as name: (published, now)."""
         own, source = dataclasses.asdict(self), dataclasses.asdict(self.published())
         return {field: (source[field], own[field]) for field in _settable() if own[field] != source[field]}
+
+    def trains_like(self, other: Recipe) -> bool:
+        """Whether both train in the same way: the number of workers changes no image."""
+        return dataclasses.replace(self, num_workers=None) == dataclasses.replace(other, num_workers=None)
 
     def __str__(self) -> str:
         """The text that `read_recipe` reads to the same value: the name, and what differs from the source."""
@@ -161,7 +166,7 @@ class Recipe:
             lines.append(
                 f"{rate}: {batch}, scaled linearly from the published {source.global_batch} ({source.lr:.4g})."
             )
-        changes = self.changed()
+        changes = {field: pair for field, pair in self.changed().items() if field not in _MACHINE_FIELDS}
         for field in ("epochs", "ema", "max_norm"):
             pair = (getattr(source, field), getattr(self, field))
             changes |= {field: pair} if pair[0] != pair[1] else {}
