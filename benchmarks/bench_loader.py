@@ -33,7 +33,9 @@ def generate(root):
             (root / split / name).mkdir(parents=True)
             for number in range(NUM_FILES if split == "train" else 1):
                 noise = Image.fromarray(draw.integers(0, 256, (94, 125, 3), dtype=np.uint8))
-                noise.resize((500, 375), Image.Resampling.BICUBIC).save(root / split / name / f"{number}.jpeg", quality=90)
+                noise.resize((500, 375), Image.Resampling.BICUBIC).save(
+                    root / split / name / f"{number}.jpeg", quality=90
+                )
 
 
 def augmentations(num_classes):

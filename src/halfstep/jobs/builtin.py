@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from halfstep.backends.launch import read_launch
 from halfstep.errors import MissingError, SettingError, nearest
 from halfstep.jobs.data import (
     DigitsLoader,
@@ -32,7 +33,7 @@ from halfstep.jobs.data import (
 from halfstep.jobs.data.augment import RandAugment
 from halfstep.jobs.data.digits import NUM_TRAIN
 from halfstep.jobs.data.mixing import Mixing
-from halfstep.jobs.data.pictures import Augmentation
+from halfstep.jobs.data.pictures import Augmentation, default_workers, num_cores
 from halfstep.jobs.data.shards import NUM_CLASSES, has_shards
 from halfstep.jobs.job import Job
 from halfstep.jobs.models import Block, ViT
@@ -51,6 +52,7 @@ DIGITS_LR, DIGITS_DECAY = 5e-3, 0.1
 IMAGE_BATCH = 128
 IMAGE_LR, IMAGE_DECAY, IMAGE_WARMUP = 3e-4, 0.1, 500
 IMAGE_SIZE = 224  # ImageNet's
+RECIPE_MAX_WORKERS = 32
 
 
 def digits_job() -> Job:
@@ -181,7 +183,10 @@ def _image_job(
         )
     options: dict[str, Any] = {}
     if recipe is not None:
-        options = {"augmentation": _augmentation(recipe, num_classes), "num_workers": recipe.num_workers}
+        num_workers = recipe.num_workers
+        if num_workers is None:  # RandAugment needs more cores than a crop
+            num_workers = default_workers(num_cores(), read_launch().local_world_size, RECIPE_MAX_WORKERS)
+        options = {"augmentation": _augmentation(recipe, num_classes), "num_workers": num_workers}
 
     def data(
         split: str,

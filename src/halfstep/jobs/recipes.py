@@ -74,7 +74,9 @@ class Recipe:
     randaugment_std: float = 0.5
     randaugment_ops: int = 2
     image_size: int = 224
-    num_workers: int | None = None  # decoding processes of each rank; None: the CPU cores of a rank, 1 to 8
+    num_workers: int | None = (
+        None  # decoding processes of each rank; None: the CPU cores per rank of this machine, 1 to 32
+    )
     num_images: int | None = None  # in the training split; None: counted, which shards cannot
 
     def __post_init__(self) -> None:

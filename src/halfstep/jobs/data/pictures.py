@@ -121,9 +121,9 @@ def _box(width: int, height: int, side: float) -> tuple[float, float, float, flo
     return left, top, left + side, top + side
 
 
-def default_workers(cores: int, world_size: int) -> int:
-    """A fair share of the cores, from 1 to 8: a decoding process that waits for a core only costs memory."""
-    return max(1, min(MAX_WORKERS, cores // world_size))
+def default_workers(cores: int, world_size: int, most: int = MAX_WORKERS) -> int:
+    """A fair share of the cores, from 1 to `most`: a decoding process that waits for a core only costs memory."""
+    return max(1, min(most, cores // world_size))
 
 
 def num_cores() -> int:
