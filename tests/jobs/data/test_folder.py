@@ -284,13 +284,13 @@ def test_a_jpeg_is_decoded_at_a_reduced_size(monkeypatch):
     sizes = []
     crop = pictures.Augmentation()
     reduced = pictures.Augmentation(reduced=True)
-    convert = type(Image.open(content)).convert
+    resize = Image.Image.resize
 
-    def spied(image, *args):
+    def spied(image, *args, **options):
         sizes.append(image.size)
-        return convert(image, *args)
+        return resize(image, *args, **options)
 
-    monkeypatch.setattr(type(Image.open(content)), "convert", spied)
+    monkeypatch.setattr(Image.Image, "resize", spied)
     for seed in range(20):
         full, small = (
             pictures.decode(content.getvalue(), 64, random.Random(seed), each).astype(int) for each in (crop, reduced)

@@ -70,8 +70,11 @@ def decode(
             # The reduction is by 2, 4 or 8, and the crop keeps at least image_size pixels in both directions.
             least = (width * image_size / (box[2] - box[0]), height * image_size / (box[3] - box[1]))
             image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
-        # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
-        image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
+        image.load()
+        if image.mode == "P":  # with transparency it must be converted to RGBA first, or Pillow guesses and warns
+            image = image.convert("RGBA")  # noqa: PLW2901
+        if image.mode != "RGB":  # otherwise convert would copy
+            image = image.convert("RGB")  # noqa: PLW2901
     across, down = image.width / width, image.height / height
     box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
     resample = pillow.Resampling[augmentation.resample.upper()]
