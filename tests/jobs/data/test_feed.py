@@ -1,5 +1,8 @@
 """Images per second of loader and model."""
 
+import time
+
+import pytest
 import torch
 
 from halfstep.jobs.data import feed
@@ -82,3 +85,18 @@ def test_short_runs_are_measured_at_their_end(monkeypatch):
     assert meter.result(wait=True).num_batches == 4
     assert measure(monkeypatch, SKIPPED + 1, waited=0.1, worked=0.4).result(wait=True) is None
     assert measure(monkeypatch, 50, waited=0.1, worked=0.4, loader=object()).result(wait=True) is None
+
+
+@pytest.mark.gpu
+def test_the_model_is_measured_in_the_stream_of_a_gpu():
+    """The host runs ahead of the device, so the model's time is taken from events: sleeping kernels, not their launches."""
+    meter = FeedMeter(torch.device("cuda"))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in meter.watch(Loader(), batches(Clock(), SKIPPED + 4, 0.0)):
+        torch.cuda._sleep(20_000_000)
+    launched = time.perf_counter() - start
+    result = meter.result(wait=True)
+    total = time.perf_counter() - start
+    assert launched < total / 2
+    assert 40 / result.model == pytest.approx(total * 4 / (SKIPPED + 4), rel=0.3)

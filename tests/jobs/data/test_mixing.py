@@ -78,3 +78,13 @@ def test_impossible_settings_are_rejected(values):
     """A negative alpha, or no class, is an error."""
     with pytest.raises(SettingError, match="at least 0"):
         Mixing(*values)
+
+
+@pytest.mark.gpu
+def test_mixing_on_a_gpu_equals_mixing_on_the_cpu():
+    """The share and the rectangle are drawn on the host, so both devices mix the same pixels."""
+    images, labels = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+    for seed in range(6):
+        expected = Mixing(0.8, 1.0, 3)(images.clone(), labels, seed)
+        result = Mixing(0.8, 1.0, 3)(images.cuda(), labels.cuda(), seed)
+        torch.testing.assert_close([part.cpu() for part in result], list(expected))
