@@ -1,7 +1,7 @@
 """Published training recipes for the built-in ViTs: `halfstep train vit_b_16 --data DIR --recipe imagenet`.
 
 `imagenet` is the supervised recipe of He et al., "Masked Autoencoders Are Scalable Vision Learners", CVPR 2022
-(arXiv:2111.06377), appendix A.2, Table 11, "Training ViT from scratch": one recipe for ViT-B, ViT-L and ViT-H on ImageNet-1k
+(arXiv:2111.06377), appendix A.2, Table 11, "Supervised training ViT from scratch": one recipe for ViT-B, ViT-L and ViT-H on ImageNet-1k
 without other data. What the table leaves open is taken from the authors' code for supervised training (fine-tuning),
 facebookresearch/mae at efb2a80:
 
@@ -12,8 +12,8 @@ facebookresearch/mae at efb2a80:
     util/datasets.py       bicubic resizing; validation on the centre 224 of 256
 
 Not from the source: the model is Halfstep's ViT (learned positions, class token, its own initialization), and training JPEGs
-are decoded at a reduced size where the crop allows it. Layer-wise learning rates and random erasing belong to fine-tuning and
-are not in the table.
+are decoded at a reduced size where the crop allows it. Layer-wise learning rates and random erasing belong to fine-tuning: the
+appendix uses the regularizations of the table and disables others.
 
 A recipe is a value. `batch`, `accumulate`, `epochs`, `ema` and `max_norm` become defaults of `TrainConfig`; the other fields
 can be replaced one by one with `--set`.
@@ -35,7 +35,7 @@ __all__ = ["RECIPES", "Recipe", "read_recipe", "split_settings"]
 RECIPES = ("imagenet",)
 LR_BATCH = 256  # the global batch of base_lr
 SOURCE = 'He et al., "Masked Autoencoders Are Scalable Vision Learners", CVPR 2022 (arXiv:2111.06377), Table 11'
-# The top-1 accuracy on ImageNet-1k that the source reports for its own model and code, in percent.
+# The top-1 accuracy on ImageNet-1k that the source reports (Table 3, A.2) for its own model and code with EMA, in percent.
 PUBLISHED_ACCURACY = {"vit_b_16": 82.3, "vit_l_16": 82.6, "vit_h_14": 83.1}
 _RUN_FIELDS = (
     "name",
