@@ -1,14 +1,17 @@
 """Public names of the data of the built-in jobs, which `halfstep.jobs.data` defines."""
 
 from halfstep.jobs.data import (
+    Augmentation,
     Batch,
     Digits,
     DigitsLoader,
     FolderImages,
     ImageFolder,
     Loader,
+    Mixing,
     Order,
     OrderedLoader,
+    RandAugment,
     ShardImages,
     Shards,
     SyntheticImages,
@@ -19,14 +22,17 @@ from halfstep.jobs.data import (
 )
 
 __all__ = [
+    "Augmentation",
     "Batch",
     "Digits",
     "DigitsLoader",
     "FolderImages",
     "ImageFolder",
     "Loader",
+    "Mixing",
     "Order",
     "OrderedLoader",
+    "RandAugment",
     "ShardImages",
     "Shards",
     "SyntheticImages",

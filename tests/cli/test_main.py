@@ -93,8 +93,8 @@ def test_flags_are_few_and_listed():
             "--batch", "--confirm", "--data", "--html", "--json", "--out", "--precision", "--set", "--steps", "-p",
         ],
         "train": [
-            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--logger", "--out", "--precision", "--resume", "--set",
-            "--steps", "-p",
+            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--logger", "--out", "--precision", "--recipe", "--resume",
+            "--set", "--steps", "-p",
         ],
         "watch": ["--html", "--interval", "--json", "--once"],
     }  # fmt: skip

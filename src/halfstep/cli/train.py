@@ -16,8 +16,10 @@ from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
     from halfstep.backends.context import RunContext
+    from halfstep.jobs.recipes import Recipe
     from halfstep.jobs.targets import Target
     from halfstep.train import TrainConfig
+    from halfstep.train.resume import SavedSettings
     from halfstep.train.writer import OpenWriter
 
 __all__ = ["command"]
@@ -45,8 +47,15 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     metavar="FILE",
     help="DeepSpeed configuration: ZeRO, and unless set here the precision, clipping and accumulation.",
 )
-@click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="K=V",
+    help="Set a field of TrainConfig or of the recipe; may be repeated.",
+)
 @data_option
+@click.option("--recipe", metavar="NAME", help="Published recipe for a ViT on --data: imagenet.")
 @click.option(
     "--logger",
     "loggers",
@@ -69,6 +78,7 @@ def command(
     ds_config: Path | None,
     settings: tuple[str, ...],
     data_dir: Path | None,
+    recipe: str | None,
     loggers: tuple[str, ...],
     resume: bool,
     out: Path | None,
@@ -84,6 +94,7 @@ def command(
     halfstep train
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train job.py --logger wandb:my-project
+    halfstep train vit_b_16 --data DIR --recipe imagenet --batch 512
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp
     torchrun --nproc-per-node 8 -m halfstep train job.py --ds-config ds.json
@@ -91,6 +102,7 @@ def command(
     require_packages("halfstep train", "numpy", "safetensors")
     from halfstep.backends.launch import read_launch
     from halfstep.errors import SettingError
+    from halfstep.jobs.recipes import split_settings
     from halfstep.jobs.targets import load_target
     from halfstep.train.checkpoints import check_out
     from halfstep.train.config import parse_settings
@@ -99,7 +111,8 @@ def command(
 
     launch = read_launch()
     writers = _writers(loggers)
-    overrides = parse_settings(settings)
+    of_recipe, others = split_settings(settings) if recipe is not None else ([], list(settings))
+    overrides = parse_settings(others)
     for name, value in (
         ("steps", steps),
         ("epochs", epochs),
@@ -135,8 +148,15 @@ def command(
         target = saved.source.target
         if data_dir is None and saved.source.data_dir is not None:
             data_dir = Path(saved.source.data_dir)
-    loaded = load_target(target, data_dir=data_dir)
-    config = _config(loaded, overrides, saved)
+    plan = _recipe(recipe, target, of_recipe, saved)
+    if plan is None:
+        loaded = load_target(target, data_dir=data_dir)
+        config = _config(dict(loaded.defaults), overrides, saved)
+    else:
+        config, plan = _config_of_recipe(plan, overrides, saved)
+        loaded = load_target(target, data_dir=data_dir, recipe=plan)
+        if launch.is_main:
+            _log(plan)
     outcomes = []
     with open_ranks(launch, config) as ranks:
         for policy in precision or ("",):
@@ -203,10 +223,66 @@ def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     return out if alone else out / plain
 
 
-def _config(target: Target, overrides: dict[str, Any], saved: Any) -> TrainConfig:
+def _recipe(text: str | None, target: str | None, pairs: list[str], saved: SavedSettings | None) -> Recipe | None:
+    """The recipe of the command line, which a resumed run cannot change, or that of the resumed run."""
+    from halfstep.errors import SettingError
+    from halfstep.jobs.recipes import read_recipe
+
+    recipe = None if text is None else read_recipe(text, target, pairs)
+    if saved is None or saved.source is None:
+        return recipe
+    text = saved.source.recipe
+    before = None if text is None else read_recipe(text, target)
+    if recipe is not None and (before is None or not recipe.trains_like(before)):
+        raise SettingError(
+            f"The run was started with {'no recipe' if before is None else f'--recipe {before}'}, and is resumed with --recipe {recipe}; leave "
+            "it out to continue the run, or start a new one."
+        )
+    return recipe or before
+
+
+def _config_of_recipe(
+    recipe: Recipe, overrides: dict[str, Any], saved: SavedSettings | None
+) -> tuple[TrainConfig, Recipe]:
+    """The settings of a run with a recipe, and the recipe with the batch and length of the run."""
+    from halfstep.errors import SettingError
     from halfstep.train import TrainConfig
 
-    fields = dict(target.defaults) if saved is None else saved.config
+    for name, reason in (("optimizer", "optimizer"), ("ds_config", "optimizer, schedule and batch")):
+        if overrides.get(name) is not None:
+            raise SettingError(
+                f"{name}={overrides[name]} and --recipe {recipe.name} both decide the {reason}; remove one of them."
+            )
+    for name in ("epochs", "batch"):
+        if overrides.get(name, 0) is None:
+            raise SettingError(
+                f"{name}=none: the schedule of the recipe {recipe.name} needs the {name}; set it, and use --steps to stop early."
+            )
+    if saved is not None and overrides.get("epochs", saved.config["epochs"]) != saved.config["epochs"]:
+        raise SettingError(
+            f"The schedule of the recipe {recipe.name} is over {saved.config['epochs']} epochs and cannot be changed to {overrides['epochs']} when the run is "
+            "resumed; to stop earlier, use --steps."
+        )
+    fields = recipe.settings() if saved is None else saved.config
+    if saved is None and overrides.get("batch") is not None and "accumulate" not in overrides:
+        # The published global batch, in as many micro-batches as it takes.
+        fields["accumulate"] = max(1, recipe.global_batch // overrides["batch"])
+    config = TrainConfig(**{**fields, **overrides})
+    run = {name: getattr(config, name) for name in ("batch", "accumulate", "epochs", "ema", "max_norm")}
+    return config, recipe.for_run(**run)
+
+
+def _log(recipe: Recipe) -> None:
+    from halfstep.events import log_info
+
+    for line in recipe.describe():
+        log_info(line)
+
+
+def _config(defaults: dict[str, Any], overrides: dict[str, Any], saved: SavedSettings | None) -> TrainConfig:
+    from halfstep.train import TrainConfig
+
+    fields = defaults if saved is None else saved.config
     if "steps" in overrides and "epochs" not in overrides and saved is None:
         fields.pop("epochs", None)  # the target's default length, which --steps replaces
     config = TrainConfig(**{**fields, **overrides})
@@ -241,7 +317,7 @@ def _run(
             out=out,
             resume=saved is not None,
             command=sys.argv,
-            source=Source(target.source, target.data_dir),
+            source=Source(target.source, target.data_dir, target.recipe),
             launch_id=launch_id,
             observer=progress,
             ranks=ranks,

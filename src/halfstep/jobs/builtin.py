@@ -2,8 +2,7 @@
 
 `digits` is tuned to be a fair test of a precision in half a minute on two CPU cores: 26,538 parameters, no dropout, the
 same batches in every precision, and at least 97 % validation accuracy in fp32 after 20 epochs for every seed tried. The
-image jobs are meant for measurements; their recipe (AdamW, 3e-4, short warm-up) trains, but a serious ImageNet run
-needs a job file with its own augmentation and schedule.
+image jobs are meant for measurements: AdamW, 3e-4, a short warm-up. A `Recipe` replaces that by a published recipe.
 """
 
 from __future__ import annotations
@@ -19,21 +18,27 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from halfstep.backends.launch import read_launch
 from halfstep.errors import MissingError, SettingError, nearest
 from halfstep.jobs.data import (
     DigitsLoader,
     FolderImages,
+    ImageFolder,
     Loader,
     ShardImages,
     SyntheticImages,
     find_shards,
     scan_folder,
 )
+from halfstep.jobs.data.augment import RandAugment
 from halfstep.jobs.data.digits import NUM_TRAIN
+from halfstep.jobs.data.mixing import Mixing
+from halfstep.jobs.data.pictures import Augmentation, default_workers, num_cores
 from halfstep.jobs.data.shards import NUM_CLASSES, has_shards
 from halfstep.jobs.job import Job
 from halfstep.jobs.models import Block, ViT
 from halfstep.jobs.models import vit as sizes
+from halfstep.jobs.recipes import Recipe
 
 __all__ = ["DIGITS_BATCH", "DIGITS_EPOCHS", "IMAGE_BATCH", "digits_job", "library_job", "vit_job"]
 
@@ -47,6 +52,7 @@ DIGITS_LR, DIGITS_DECAY = 5e-3, 0.1
 IMAGE_BATCH = 128
 IMAGE_LR, IMAGE_DECAY, IMAGE_WARMUP = 3e-4, 0.1, 500
 IMAGE_SIZE = 224  # ImageNet's
+RECIPE_MAX_WORKERS = 32
 
 
 def digits_job() -> Job:
@@ -97,9 +103,16 @@ def _digits_scheduler(optimizer: Optimizer, batch_size: int = DIGITS_BATCH, worl
     return LambdaLR(optimizer, factor)
 
 
-def vit_job(name: str, data_dir: str | None = None) -> Job:
-    """One of the plain ViTs, on synthetic images, an ImageNet-style folder or WebDataset shards."""
+def vit_job(name: str, data_dir: str | None = None, recipe: Recipe | None = None) -> Job:
+    """One of the plain ViTs, on synthetic images, an ImageNet-style folder or WebDataset shards, optionally with a recipe."""
     build = getattr(sizes, name)
+    if recipe is not None:
+
+        def with_drop_path(num_classes: int) -> nn.Module:
+            model: nn.Module = build(recipe.image_size, num_classes, drop_path=recipe.drop_path)
+            return model
+
+        return _image_job(name, with_drop_path, recipe.image_size, data_dir, shard=(Block,), recipe=recipe)
     return _image_job(name, lambda num_classes: build(IMAGE_SIZE, num_classes), IMAGE_SIZE, data_dir, shard=(Block,))
 
 
@@ -149,7 +162,12 @@ def _check_model(library: str, name: str, known: list[str]) -> None:
 
 
 def _image_job(
-    name: str, build: BuildModel, image_size: int, data_dir: str | None, shard: tuple[type, ...] = ()
+    name: str,
+    build: BuildModel,
+    image_size: int,
+    data_dir: str | None,
+    shard: tuple[type, ...] = (),
+    recipe: Recipe | None = None,
 ) -> Job:
     """An image classifier trained with AdamW and cross-entropy."""
     shards = find_shards(data_dir) if data_dir is not None and has_shards(data_dir) else None
@@ -159,6 +177,16 @@ def _image_job(
         num_classes = len(folder.classes)
     elif shards is not None:
         num_classes = shards.num_classes
+    elif recipe is not None:
+        raise SettingError(
+            f"The recipe {recipe.name} augments images, and {name} without --data trains on synthetic ones; pass --data DIR."
+        )
+    options: dict[str, Any] = {}
+    if recipe is not None:
+        num_workers = recipe.num_workers
+        if num_workers is None:  # RandAugment needs more cores than a crop
+            num_workers = default_workers(num_cores(), read_launch().local_world_size, RECIPE_MAX_WORKERS)
+        options = {"augmentation": _augmentation(recipe, num_classes), "num_workers": num_workers}
 
     def data(
         split: str,
@@ -169,7 +197,7 @@ def _image_job(
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> Loader | None:
-        position: dict[str, Any] = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
+        position: dict[str, Any] = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size, **options}
         if folder is not None:
             return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **position)
         if shards is None:
@@ -181,13 +209,54 @@ def _image_job(
     return Job(
         model=lambda: build(num_classes),
         data=data,
-        loss=_loss,
-        optimizer=_image_optimizer,
+        loss=_loss if recipe is None else _smoothed_loss(recipe),
+        optimizer=_image_optimizer if recipe is None else _recipe_optimizer(recipe),
         metric=_accuracy,
-        scheduler=_image_scheduler,
+        scheduler=_image_scheduler if recipe is None else _recipe_scheduler(recipe, folder),
         shard=shard,
         name=name,
     )
+
+
+def _augmentation(recipe: Recipe, num_classes: int) -> Augmentation:
+    randaugment = RandAugment(recipe.randaugment, recipe.randaugment_std, recipe.randaugment_ops)
+    mixing = Mixing(recipe.mixup, recipe.cutmix, num_classes)
+    return Augmentation(randaugment, mixing, resample="bicubic", reduced=True)
+
+
+def _recipe_optimizer(recipe: Recipe) -> Callable[..., Optimizer]:
+    def optimizer(named_params: list[tuple[str, nn.Parameter]]) -> Optimizer:
+        decaying = [parameter for name, parameter in named_params if recipe.decays(name, parameter.ndim)]
+        others = [parameter for name, parameter in named_params if not recipe.decays(name, parameter.ndim)]
+        groups = [
+            {"params": decaying, "weight_decay": recipe.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return AdamW(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2))
+
+    return optimizer
+
+
+def _recipe_scheduler(recipe: Recipe, folder: ImageFolder | None) -> Callable[..., LambdaLR]:
+    num_images = recipe.num_images
+    if num_images is None and folder is not None:
+        num_images = len(folder.files["train"])
+    if num_images is None:
+        raise SettingError(
+            f"The schedule of the recipe {recipe.name} needs the number of training images, which shards do not have; set it with "
+            "--set num_images=N (ImageNet-1k: 1281167)."
+        )
+    steps = recipe.steps_per_epoch(num_images)
+    return lambda optimizer: LambdaLR(optimizer, lambda step: recipe.lr_factor(step, steps))
+
+
+def _smoothed_loss(recipe: Recipe) -> Callable[..., Tensor]:
+    def loss(model: Callable[[Tensor], Any], batch: tuple[Tensor, Tensor], split: str = "train") -> Tensor:
+        images, labels = batch  # of training: probabilities, if they are mixed
+        smoothing = recipe.label_smoothing if split == "train" else 0.0
+        return F.cross_entropy(_logits(model(images)).float(), labels, label_smoothing=smoothing)
+
+    return loss
 
 
 def _image_optimizer(params: list[nn.Parameter]) -> Optimizer:

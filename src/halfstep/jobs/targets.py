@@ -18,7 +18,7 @@ import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import HalfstepError, SettingError, nearest
 from halfstep.hardware.torch_build import require_torch
@@ -26,6 +26,9 @@ from halfstep.jobs.failures import error_text, user_line
 from halfstep.jobs.files import first_on_path, load_file
 from halfstep.jobs.job import FIELDS, Job
 from halfstep.jobs.transformers_config import PREFIX, read_config
+
+if TYPE_CHECKING:
+    from halfstep.jobs.recipes import Recipe
 
 __all__ = ["BUILT_IN", "Target", "load_target"]
 
@@ -47,19 +50,27 @@ class Target:
     source: str
     data_dir: str | None = None
     defaults: tuple[tuple[str, int], ...] = ()  # recommended run settings for this target, as (field, value)
+    recipe: str | None = None  # the text of its recipe
 
 
-def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None) -> Target:
+def load_target(
+    text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None, recipe: Recipe | None = None
+) -> Target:
     """Load the job that a command-line target refers to; None is the embedded `digits`.
 
     `data_dir` is an ImageNet-style folder, or WebDataset shards, for the image models; other targets have their own data.
+    `recipe` is one that `read_recipe` returned for the same target.
     """
     text = DEFAULT if text is None else text.strip()
+    if recipe is not None and recipe.target != text:
+        raise SettingError(
+            f"The recipe {recipe.name} was read for {recipe.target}, not for {text}; read it for this target."
+        )
     if not text:
         raise SettingError(f"The target is empty. {_FORMS}")
     head, _, tail = text.rpartition(":")
     if text in BUILT_IN or head in LIBRARIES:
-        return _built_in(text, data_dir)
+        return _built_in(text, data_dir, recipe)
     if data_dir is not None:
         raise SettingError(f"A data folder has no effect on the target {text!r}, whose job has its own data; omit it.")
     if text.startswith(PREFIX):
@@ -73,7 +84,7 @@ def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | N
     raise _unusable(text)
 
 
-def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
+def _built_in(text: str, data_dir: str | os.PathLike[str] | None, recipe: Recipe | None) -> Target:
     """A job that ships with Halfstep; only these need torch to be loaded."""
     require_torch(f"The target {text!r}")
     jobs = importlib.import_module("halfstep.jobs.builtin")
@@ -90,8 +101,8 @@ def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
     paths = (part if ":" in part.partition("/")[0] else str(Path(part).expanduser().resolve()) for part in parts)
     root = "::".join(paths) or None
     library, _, name = text.rpartition(":")
-    job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root)
-    return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),))
+    job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root, recipe)
+    return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),), None if recipe is None else str(recipe))
 
 
 def _from_config(text: str) -> Target:

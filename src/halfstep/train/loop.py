@@ -141,7 +141,7 @@ class _Run:
         board = out / TENSORBOARD if self.ranks.is_main else None
         info = RunInfo(log.run_id, out, str(self.engine.policy), dataclasses.asdict(config))
         opened = open_writers(writers, info, self.ranks)
-        self.recorder = Recorder(log, observer, board, self.watch, compute, opened)
+        self.recorder = Recorder(log, observer, board, self.watch, compute, opened, self.data.feed)
         self.progress = self.checkpoints.restore(self.engine, self.data, self.watch)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)

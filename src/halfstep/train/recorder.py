@@ -17,7 +17,8 @@ from torch import Tensor
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.events import log_warning
+from halfstep.events import log_info, log_warning
+from halfstep.jobs.data.feed import FeedMeter
 from halfstep.precision.formats import Format, get_format
 from halfstep.scaling.readback import Readback
 from halfstep.train.batches import StepBatches
@@ -107,8 +108,9 @@ class Recorder:
         watch: Watch | None = None,
         compute: str = "fp32",
         writers: Sequence[Writer] = (),
+        feed: FeedMeter | None = None,
     ) -> None:
-        self.log, self.observer, self._watch = log, observer, watch
+        self.log, self.observer, self._watch, self._feed = log, observer, watch, feed
         self._board = open_board(tensorboard, writers)
         self._losses = Readback()
         self._started = time.perf_counter()
@@ -178,6 +180,10 @@ class Recorder:
                 identify = None if batches is None or broken > 0 else batches.identify
                 self._watch.observe_loss(line.step, loss, identify, samples)
         self._record_samples()
+        feed = None if self._feed is None else self._feed.result(wait=wait)
+        if feed is not None:
+            log_info(str(feed))
+            self.log.event("feed", **feed.as_data())
 
     def _record_samples(self) -> None:
         """Write the samples of the Watch that have arrived since the last call."""

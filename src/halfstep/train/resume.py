@@ -20,6 +20,7 @@ class Source:
 
     target: str
     data_dir: str | None = None
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from halfstep.backends.ranks import Ranks, ranks_of
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.events import log_info
+from halfstep.jobs.data.feed import FeedMeter
 from halfstep.jobs.job import Job, read_arguments
 from halfstep.train.distinct import check_distinct, check_sampler, samplers_of
 from halfstep.train.order import SampleOrder
@@ -89,6 +90,7 @@ class DataStream:
         self.epoch = self.batch = 0
         self._examples = 0  # of this epoch, used by all ranks
         self.share = Share(0, 0)  # of the last batch
+        self.feed = FeedMeter(run.device)
         self._rng: Any = None
         self._first: str | None = None
         self._resume: dict[str, Any] | None = None
@@ -108,7 +110,7 @@ class DataStream:
             self.order = SampleOrder(loader, epoch, self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
-        for batch, share in self._shared(self._drawn(loader, batches), epoch):
+        for batch, share in self.feed.watch(loader, self._shared(self._drawn(loader, batches), epoch)):
             self.share = share
             self._examples += share.total
             yield batch

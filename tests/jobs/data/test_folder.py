@@ -1,3 +1,4 @@
+import io
 import json
 import logging
 import random
@@ -8,6 +9,8 @@ import torch
 
 from halfstep.errors import MissingError, SettingError
 from halfstep.jobs.data import FolderImages, folder, pictures, scan_folder
+from halfstep.jobs.data.augment import RandAugment
+from halfstep.jobs.data.mixing import Mixing
 
 Image = pytest.importorskip("PIL.Image", reason="Requires: [pillow]")
 
@@ -248,3 +251,63 @@ def test_batches_arrive_on_the_gpu(root):
     on_gpu, on_cpu = list(make(root, device="cuda", num_workers=1)), list(make(root))
     assert on_gpu[0][0].device.type == "cuda"
     torch.testing.assert_close([x.cpu() for x, _ in on_gpu], [x for x, _ in on_cpu])
+
+
+def augmentation(**options):
+    """What a recipe adds."""
+    values = {"randaugment": RandAugment(), "mixing": Mixing(0.8, 1.0, 3), "resample": "bicubic", "reduced": True}
+    return pictures.Augmentation(**{**values, **options})
+
+
+def test_an_augmented_epoch_is_a_function_of_seed_and_epoch(root):
+    """Augmentation and mixing depend on neither the workers, nor a resume, nor an earlier epoch; validation has none of them."""
+    plain = list(make(root, epoch=3, seed=5))
+    whole = list(make(root, epoch=3, seed=5, augmentation=augmentation()))
+    assert equal(whole, list(make(root, epoch=3, seed=5, augmentation=augmentation(), num_workers=2)))
+    assert not torch.equal(whole[0][0], plain[0][0])
+    assert all(labels.shape == (4, 3) and torch.allclose(labels.sum(1), torch.ones(4)) for _, labels in whole)
+    first = make(root, epoch=3, seed=5, augmentation=augmentation())
+    batches = iter(first)
+    next(batches)
+    resumed = make(root, epoch=0, seed=5, augmentation=augmentation())
+    resumed.load_state_dict(first.state_dict())
+    assert equal(whole[1:], list(resumed))
+    assert not equal(whole, list(make(root, epoch=4, seed=5, augmentation=augmentation())))
+    assert equal(list(make(root, "val")), list(make(root, "val", augmentation=augmentation(resample="bilinear"))))
+
+
+def test_a_jpeg_is_decoded_at_a_reduced_size(monkeypatch):
+    """Decoding at a reduced size gives nearly the same picture from a quarter of the pixels, and never fewer than needed."""
+    content = io.BytesIO()
+    gradient = Image.linear_gradient("L").resize((640, 480)).convert("RGB")
+    gradient.save(content, "JPEG", quality=95)
+    sizes = []
+    crop = pictures.Augmentation()
+    reduced = pictures.Augmentation(reduced=True)
+    resize = Image.Image.resize
+
+    def spied(image, *args, **options):
+        sizes.append(image.size)
+        return resize(image, *args, **options)
+
+    monkeypatch.setattr(Image.Image, "resize", spied)
+    for seed in range(20):
+        full, small = (
+            pictures.decode(content.getvalue(), 64, random.Random(seed), each).astype(int) for each in (crop, reduced)
+        )
+        assert abs(full - small).max() <= 4
+        assert sizes[-2] == (640, 480)
+        assert sizes[-1][0] <= 640
+        assert sizes[-1][1] >= 60
+    assert (160, 120) in sizes
+    pictures.decode(content.getvalue(), 64, None, reduced)
+    assert sizes[-1] == (640, 480)
+
+
+def test_the_loader_counts_what_its_workers_decode(root):
+    """The number of images and the seconds of the workers give images per second."""
+    loader = make(root, num_workers=0)
+    assert loader.decoding.rate is None
+    list(loader)
+    assert loader.decoding.num_images == 12
+    assert loader.decoding.rate > 0

@@ -11,7 +11,11 @@ import torch
 
 from halfstep.errors import MissingError, SettingError
 from halfstep.jobs.data import ShardImages, find_shards
+from halfstep.jobs.data.augment import RandAugment
+from halfstep.jobs.data.mixing import Mixing
+from halfstep.jobs.data.pictures import Augmentation
 from halfstep.jobs.data.shards import has_shards
+from halfstep.jobs.recipes import read_recipe
 from halfstep.jobs.targets import load_target
 
 Image = pytest.importorskip("PIL.Image", reason="Requires: [pillow]")
@@ -128,6 +132,35 @@ def test_resuming_continues_with_exactly_the_following_batches(root, num_workers
         assert len(rest) == len(following)
         assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(rest, following, strict=True))
         assert again.epoch == 2
+
+
+def test_mixed_and_augmented_batches_resume_exactly(root):
+    """A recipe's augmentation follows from the position; mixed labels add up to 1, and validation has plain ones."""
+    augmentation = Augmentation(RandAugment(), Mixing(0.8, 1.0, 31), "bicubic", reduced=True)
+    loader = make(root, epoch=1, augmentation=augmentation)
+    batches = iter(loader)
+    mixed = [next(batches) for _ in range(4)]
+    assert all(labels.shape == (3, 31) for _, labels in mixed)
+    assert all(torch.allclose(labels.sum(1), torch.ones(3)) for _, labels in mixed)
+    assert any(((labels > 0).sum(1) == 2).any() for _, labels in mixed)
+    state, rest = loader.state_dict(), list(batches)
+    again = make(root, augmentation=augmentation)
+    again.load_state_dict(state)
+    following = list(again)
+    assert len(rest) == len(following) > 0
+    assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(rest, following, strict=True))
+    assert {labels.dtype for _, labels in make(root, "val", augmentation=augmentation)} == {torch.int64}
+
+
+def test_a_recipe_on_shards_needs_the_number_of_images(root):
+    """The schedule counts epochs, and shards have no length."""
+    for text, fits in (("imagenet", False), ("imagenet,num_images=31", True)):
+        recipe = read_recipe(text, "vit_t_16")
+        if fits:
+            assert load_target("vit_t_16", data_dir=root, recipe=recipe).job.scheduler is not None
+            continue
+        with pytest.raises(SettingError, match="num_images=N"):
+            load_target("vit_t_16", data_dir=root, recipe=recipe)
 
 
 def test_batches_before_the_position_are_not_decoded(root, monkeypatch):

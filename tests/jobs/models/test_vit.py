@@ -75,6 +75,23 @@ def test_the_first_step_has_a_gradient_for_every_parameter():
     assert not [name for name, p in model.named_parameters() if not p.grad.abs().max() > 1e-9]
 
 
+def test_stochastic_depth_leaves_out_blocks_in_training_only():
+    """Each part of a block is left out with a rate that grows linearly from 0, and the kept ones are scaled up."""
+    model = tiny(drop_path=0.5)
+    assert torch.equal(model.eval()(images()), tiny().eval()(images()))
+    torch.manual_seed(0)
+    scales = model._draw_scales(torch.zeros(4000, 1, 1))
+    assert scales.shape == (len(model.blocks), 2, 4000, 1, 1)
+    assert torch.equal(scales[0], torch.ones_like(scales[0]))
+    assert set(scales[-1].unique().tolist()) == {0.0, 2.0}
+    torch.testing.assert_close(scales.mean((1, 2, 3, 4)), torch.ones(len(model.blocks)), atol=0.05, rtol=0)
+    block, x = model.blocks[0], torch.randn(3, 5, 16)
+    assert torch.equal(block(x, torch.zeros(2, 3, 1, 1)), x)
+    assert torch.equal(block(x, torch.ones(2, 3, 1, 1)), block(x))
+    with pytest.raises(SettingError, match="drop_path"):
+        tiny(drop_path=1.0)
+
+
 def test_initial_values_depend_on_the_global_seed_alone():
     """Two models with the same seed are equal, bit for bit."""
     first, second = tiny().state_dict(), tiny().state_dict()
@@ -114,7 +131,7 @@ def test_runs_under_autocast_and_in_16_bit_weights(dtype):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiles_without_graph_breaks(checkpointing):
     """torch.compile traces the model as a single graph, also with activation checkpointing."""
-    model = tiny(dropout=0.1, activation_checkpointing=checkpointing)
+    model = tiny(dropout=0.1, drop_path=0.1, activation_checkpointing=checkpointing)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(images()).sum().backward()

@@ -2,7 +2,8 @@
 
 How it works. The file list is read once; the label of a class is its index in the sorted list of folders, and both
 splits must have the same folders. Workers receive (epoch, example indices) and decode (`pictures`). The crop is a function of
-(seed, epoch, example index), so it depends neither on the number of workers nor on earlier reads.
+(seed, epoch, example index), so it depends neither on the number of workers nor on earlier reads; so is the rest of an
+`Augmentation`, and the mixing of a batch is one of (seed, epoch, index of its first example).
 
 A file that cannot be decoded stops the run with its name. Substituting another image would silently train on other
 data than requested.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
+from halfstep.jobs.data.feed import Decoding
 from halfstep.jobs.data.loader import Batch, Order, OrderedLoader, mix
-from halfstep.jobs.data.pictures import Normalizer, decode, default_workers, num_cores, require_pillow
+from halfstep.jobs.data.pictures import (
+    PLAIN,
+    Augmentation,
+    Normalizer,
+    decode,
+    default_workers,
+    num_cores,
+    require_pillow,
+)
 from halfstep.jobs.job import SPLITS
 
 __all__ = ["FolderImages", "ImageFolder", "scan_folder"]
@@ -104,6 +115,7 @@ class FolderImages(OrderedLoader):
         rank: rank of this process.
         world_size: number of processes.
         drop_last: whether training leaves out a short last global batch.
+        augmentation: a recipe's; with mixing, training labels are probabilities (batch, classes).
         device: device of the batches.
     """
 
@@ -120,6 +132,7 @@ class FolderImages(OrderedLoader):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = True,
+        augmentation: Augmentation = PLAIN,
         device: torch.device | str = "cpu",
     ) -> None:
         require_pillow()  # fail here, not in a worker
@@ -130,9 +143,11 @@ class FolderImages(OrderedLoader):
         self._normalize = Normalizer(device)
         if num_workers is None:
             num_workers = default_workers(num_cores(), world_size)
+        self._mixing = augmentation.mixing if split == "train" else None
+        self.decoding = Decoding(max(1, num_workers))
         self._queue: list[tuple[int, list[int]]] = []
         self._workers: DataLoader[Any] = DataLoader(
-            _Decoder(folder.files[split], image_size, seed, train=split == "train"),
+            _Decoder(folder.files[split], image_size, seed, augmentation, train=split == "train"),
             batch_size=None,  # each item of the sampler is a complete batch
             sampler=_Queue(self._queue),
             num_workers=num_workers,
@@ -149,16 +164,22 @@ class FolderImages(OrderedLoader):
         return self._order.num_examples
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        self._queue[:] = [(epoch, rows.tolist()) for rows in self._rows(epoch)[first:]]
+        rows = self._rows(epoch)[first:]
+        self._queue[:] = [(epoch, each.tolist()) for each in rows]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             gc.collect()  # a forked worker that collects a CUDA tensor in a cycle of this process is aborted
-        for decoded in self._workers:
+        for own, decoded in zip(rows, self._workers, strict=True):
             if isinstance(decoded, _Unreadable):
                 raise SettingError(
                     f"The image {decoded.path} cannot be decoded: {decoded.reason}. Repair, replace or remove the file and resume; "
                     "Halfstep does not substitute another image."
                 )
-            yield self._normalize(*decoded)
+            pixels, labels, seconds = decoded
+            self.decoding.add(len(labels), seconds)
+            batch = self._normalize(pixels, labels)
+            if self._mixing is not None:
+                batch = self._mixing(*batch, mix("mixing", self._order.seed, epoch, int(own[0])))
+            yield batch
 
 
 class _Queue:
@@ -185,15 +206,26 @@ class _Unreadable:
 class _Decoder(Dataset[Any]):
     """Decodes one batch at a time, in the workers."""
 
-    def __init__(self, files: tuple[tuple[str, int], ...], image_size: int, seed: int, *, train: bool) -> None:
+    def __init__(
+        self,
+        files: tuple[tuple[str, int], ...],
+        image_size: int,
+        seed: int,
+        augmentation: Augmentation = PLAIN,
+        *,
+        train: bool,
+    ) -> None:
         # Arrays, not tuples: reading a Python object changes its reference count, and that alone makes each forked
         # worker copy the list page by page.
         self._paths = np.array([path.encode() for path, _ in files])
         self._labels = np.array([label for _, label in files])
         self._image_size, self._seed, self._train = image_size, seed, train
+        self._augmentation = augmentation
 
-    def __getitem__(self, item: tuple[int, list[int]]) -> tuple[Tensor, Tensor] | _Unreadable:
+    def __getitem__(self, item: tuple[int, list[int]]) -> tuple[Tensor, Tensor, float] | _Unreadable:
+        """The pixels and labels of a batch, and the seconds that decoding it took."""
         epoch, rows = item
+        start = time.perf_counter()
         pixels = np.empty((len(rows), self._image_size, self._image_size, 3), dtype=np.uint8)
         for index, row in enumerate(rows):
             path = bytes(self._paths[row]).decode()
@@ -201,8 +233,8 @@ class _Decoder(Dataset[Any]):
                 pixels[index] = self._decode(path, epoch, row)
             except Exception as error:  # Pillow's plugins raise almost anything on a damaged file
                 return _Unreadable(path, f"{type(error).__name__}: {error}")
-        return torch.from_numpy(pixels), torch.from_numpy(self._labels[rows])
+        return torch.from_numpy(pixels), torch.from_numpy(self._labels[rows]), time.perf_counter() - start
 
     def _decode(self, path: str, epoch: int, row: int) -> np.ndarray:
         draw = random.Random(mix("crop", self._seed, epoch, row)) if self._train else None  # noqa: S311 - not for secrets
-        return decode(Path(path).read_bytes(), self._image_size, draw)
+        return decode(Path(path).read_bytes(), self._image_size, draw, self._augmentation)

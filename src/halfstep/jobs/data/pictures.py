@@ -3,6 +3,9 @@
 Training images get a random resized crop (8 to 100 % of the area, aspect ratio 3/4 to 4/3) and a random horizontal flip
 (Szegedy et al. 2015); validation images are the centre 87.5 % of the shorter side. Workers return 8-bit pixels, a quarter of
 the fp32 traffic between processes and to the device; the images are normalized on the device.
+
+An `Augmentation` adds what a recipe asks for. Its training crops are decoded at a reduced size where the crop is larger than
+the output: a JPEG decoder can leave out the high frequencies of a picture, which a smaller picture does not have.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import io
 import math
 import os
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,20 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import MissingError
+from halfstep.jobs.data.augment import RandAugment
+from halfstep.jobs.data.mixing import Mixing
 
-__all__ = ["Normalizer", "centre", "decode", "default_workers", "num_cores", "random_crop", "require_pillow"]
+__all__ = [
+    "PLAIN",
+    "Augmentation",
+    "Normalizer",
+    "centre",
+    "decode",
+    "default_workers",
+    "num_cores",
+    "random_crop",
+    "require_pillow",
+]
 
 # Mean and standard deviation of ImageNet's training pixels, the values that published weights are trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -29,16 +45,46 @@ VAL_SHARE = 0.875  # 224 of 256
 MAX_WORKERS = 8
 
 
-def decode(content: bytes, image_size: int, draw: random.Random | None) -> np.ndarray:
-    """The pixels (image_size, image_size, 3) of an image file; randomly cropped and flipped by `draw`, else its centre."""
+@dataclass(frozen=True)
+class Augmentation:
+    """What a recipe changes: how images are resized, and for training how they are augmented and mixed."""
+
+    randaugment: RandAugment | None = None
+    mixing: Mixing | None = None
+    resample: str = "bilinear"  # or bicubic
+    reduced: bool = False  # decode training JPEGs at a reduced size where the crop allows it
+
+
+PLAIN = Augmentation()
+
+
+def decode(
+    content: bytes, image_size: int, draw: random.Random | None, augmentation: Augmentation = PLAIN
+) -> np.ndarray:
+    """The pixels (image_size, image_size, 3) of an image file; randomly cropped, flipped and augmented by `draw`, else its centre."""
     pillow = require_pillow()
     with pillow.open(io.BytesIO(content)) as image:
-        # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
-        image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
-    width, height = image.size
-    box = centre(width, height) if draw is None else random_crop(width, height, draw)
-    pixels = np.asarray(image.resize((image_size, image_size), pillow.Resampling.BILINEAR, box=box))
-    return pixels[:, ::-1] if draw is not None and draw.random() < 0.5 else pixels
+        width, height = image.size
+        box = centre(width, height) if draw is None else random_crop(width, height, draw)
+        if draw is not None and augmentation.reduced and image.format == "JPEG":
+            # The reduction is by 2, 4 or 8, and the crop keeps at least image_size pixels in both directions.
+            least = (width * image_size / (box[2] - box[0]), height * image_size / (box[3] - box[1]))
+            image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
+        image.load()
+        if image.mode == "P":  # with transparency it must be converted to RGBA first, or Pillow guesses and warns
+            image = image.convert("RGBA")  # noqa: PLW2901
+        if image.mode != "RGB":  # otherwise convert would copy
+            image = image.convert("RGB")  # noqa: PLW2901
+    across, down = image.width / width, image.height / height
+    box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+    resample = pillow.Resampling[augmentation.resample.upper()]
+    image = image.resize((image_size, image_size), resample, box=box)
+    if draw is not None:
+        if draw.random() < 0.5:
+            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
+        if augmentation.randaugment is not None:
+            image = augmentation.randaugment(image, draw)
+    return np.asarray(image)
 
 
 class Normalizer:
@@ -78,9 +124,9 @@ def _box(width: int, height: int, side: float) -> tuple[float, float, float, flo
     return left, top, left + side, top + side
 
 
-def default_workers(cores: int, world_size: int) -> int:
-    """A fair share of the cores, from 1 to 8: a decoding process that waits for a core only costs memory."""
-    return max(1, min(MAX_WORKERS, cores // world_size))
+def default_workers(cores: int, world_size: int, most: int = MAX_WORKERS) -> int:
+    """A fair share of the cores, from 1 to `most`: a decoding process that waits for a core only costs memory."""
+    return max(1, min(most, cores // world_size))
 
 
 def num_cores() -> int:

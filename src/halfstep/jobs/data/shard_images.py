@@ -30,7 +30,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from halfstep.errors import SettingError
 from halfstep.jobs.data.loader import Batch, Loader, check_settings, mix
-from halfstep.jobs.data.pictures import Normalizer, decode, default_workers, num_cores, require_pillow
+from halfstep.jobs.data.pictures import (
+    PLAIN,
+    Augmentation,
+    Normalizer,
+    decode,
+    default_workers,
+    num_cores,
+    require_pillow,
+)
 from halfstep.jobs.data.shards import CLASSES, Shards, require_webdataset
 
 __all__ = ["ShardImages"]
@@ -55,10 +63,12 @@ class ShardImages(Loader):
         epoch: the first epoch.
         rank: rank of this process.
         world_size: number of processes; at most as many as training shards.
+        augmentation: a recipe's; with mixing, training labels are probabilities (batch, classes).
         device: device of the batches.
     """
 
     shares_position = False  # ranks may end at different times
+    decoding = None  # not measured: workers read and decode by turns
 
     def __init__(
         self,
@@ -73,6 +83,7 @@ class ShardImages(Loader):
         epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        augmentation: Augmentation = PLAIN,
         device: torch.device | str = "cpu",
     ) -> None:
         check_settings(split, batch_size, rank, world_size)
@@ -88,7 +99,7 @@ class ShardImages(Loader):
             )
         if num_workers is None:
             num_workers = default_workers(num_cores(), world_size)
-        self._source = _Source(shards, split, batch_size, image_size, shuffle, seed, rank, world_size)
+        self._source = _Source(shards, split, batch_size, image_size, shuffle, seed, rank, world_size, augmentation)
         self._num_workers = min(num_workers, max(1, len(files) // world_size))
         self._normalize = Normalizer(device)
         names = hashlib.sha256("\n".join(Path(file).name for file in files).encode()).hexdigest()[:16]
@@ -133,7 +144,11 @@ class ShardImages(Loader):
         for number, chunk in enumerate(_joined(chunks, self._source), 1):
             if number > first:
                 assert not isinstance(chunk, int)
-                yield self._normalize(*chunk)
+                batch = self._normalize(*chunk)
+                source, mixing = self._source, self._source.augmentation.mixing
+                if mixing is not None and source.split == "train":
+                    batch = mixing(*batch, mix("mixing", source.seed, epoch, source.rank, number))
+                yield batch
         if number < first:
             raise SettingError(
                 f"The data changed: the checkpoint was written after {first} batches, and the shards of rank {self._source.rank} now have only "
@@ -178,6 +193,7 @@ class _Source:
     seed: int
     rank: int
     world_size: int
+    augmentation: Augmentation
 
     @property
     def by_example(self) -> bool:
@@ -244,7 +260,7 @@ class _Reader(IterableDataset[Any]):
             train = source.split == "train"
             draw = random.Random(mix("crop", source.seed, self._epoch, *place)) if train else None  # noqa: S311
             try:
-                pixels[index] = decode(example[key], source.image_size, draw)
+                pixels[index] = decode(example[key], source.image_size, draw, source.augmentation)
             except Exception as error:  # Pillow's plugins raise almost anything on a damaged file
                 raise _problem(example, f"cannot be decoded ({key}): {type(error).__name__}: {error}") from error
         return torch.from_numpy(pixels), torch.tensor(labels)

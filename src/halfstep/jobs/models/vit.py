@@ -77,11 +77,15 @@ class Block(nn.Module):
         self.mlp = MLP(dim, hidden, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The tokens after this layer, with the same shape."""
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        x = x + self.dropout(self.mlp(self.norm2(x)))
-        return x  # noqa: RET504 - the two lines are the formula at the top of this file
+    def forward(self, x: Tensor, scales: Tensor | None = None) -> Tensor:
+        """The tokens after this layer, with the same shape; `scales` (2, batch, 1, 1) multiply what its two parts add."""
+        if scales is None:
+            x = x + self.dropout(self.attention(self.norm1(x)))
+            x = x + self.dropout(self.mlp(self.norm2(x)))
+        else:
+            x = x + self.dropout(self.attention(self.norm1(x))) * scales[0]
+            x = x + self.dropout(self.mlp(self.norm2(x))) * scales[1]
+        return x
 
 
 class ViT(nn.Module):
@@ -97,6 +101,8 @@ class ViT(nn.Module):
         channels: image channels.
         mlp_ratio: hidden width of the MLP, in units of `dim`.
         dropout: after every linear layer but qkv and the last, and after the positions, as in the paper.
+        drop_path: stochastic depth (Huang et al. 2016): the probability with which the last block's attention and MLP are
+            each left out for an image in training; it grows linearly from 0 in the first block.
         activation_checkpointing: store only the input of each block and recompute the rest in backward: less
             memory, about a third more computation, the same gradients.
     """
@@ -112,6 +118,7 @@ class ViT(nn.Module):
         channels: int = 3,
         mlp_ratio: float = 4,
         dropout: float = 0.0,
+        drop_path: float = 0.0,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -123,7 +130,9 @@ class ViT(nn.Module):
             raise SettingError(
                 f"dim={dim} is not a multiple of heads={heads}; each head gets dim / heads channels, so choose a multiple."
             )
-        self.image_size, self.channels = image_size, channels
+        if not 0 <= drop_path < 1:
+            raise SettingError(f"drop_path={drop_path} must be a probability from 0 to below 1.")
+        self.image_size, self.channels, self.drop_path = image_size, channels, drop_path
         self.activation_checkpointing = activation_checkpointing
         self.patches = nn.Conv2d(channels, dim, kernel_size=patch, stride=patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
@@ -163,13 +172,24 @@ class ViT(nn.Module):
         x = self.patches(images.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         x = self.dropout(x + self.positions)
-        for block in self.blocks:
+        scales = self._draw_scales(x) if self.training and self.drop_path else (None,) * len(self.blocks)
+        for block, scale in zip(self.blocks, scales, strict=True):
+            arguments = (x,) if scale is None else (x, scale)
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(*arguments)
         logits: Tensor = self.head(self.norm(x)[:, 0])
         return logits
+
+    def _draw_scales(self, x: Tensor) -> Tensor:
+        """Stochastic depth: (depth, 2, batch, 1, 1), 0 where a block's part is left out and 1 / probability elsewhere.
+
+        Drawn for all blocks at once and passed as tensors: a rate stored in each block would compile each block separately.
+        """
+        depth = len(self.blocks)
+        keep = 1 - torch.linspace(0, self.drop_path, depth, device=x.device).view(depth, 1, 1, 1, 1)
+        return ((torch.rand(depth, 2, x.shape[0], 1, 1, device=x.device) < keep) / keep).to(x.dtype)
 
 
 @torch.no_grad()
