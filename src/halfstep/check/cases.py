@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from halfstep.check.config.config import case_source
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Source
@@ -45,5 +47,8 @@ def is_safely_fixable(rule: type[Rule]) -> bool:
     return any(fix.safe for fix in _fixes(rule))
 
 
-def _fixes(rule: type[Rule]) -> list[Fix]:
-    return [f.fix for text in rule.bad for f in check_case(rule, text) if f.code == rule.code and f.fix is not None]
+@functools.cache
+def _fixes(rule: type[Rule]) -> tuple[Fix, ...]:
+    return tuple(
+        f.fix for text in rule.bad for f in check_case(rule, text) if f.code == rule.code and f.fix is not None
+    )
