@@ -39,12 +39,12 @@ def check_case(rule: type[Rule], text: str) -> tuple[Finding, ...]:
 
 def is_fixable(rule: type[Rule]) -> bool:
     """Whether any of the rule's bad cases comes with a fix."""
-    return bool(_fixes(rule))
+    return bool(_fixes(rule))  # type: ignore[arg-type] # a class is hashable
 
 
 def is_safely_fixable(rule: type[Rule]) -> bool:
     """Whether any of those fixes is safe; the others need --unsafe-fixes."""
-    return any(fix.safe for fix in _fixes(rule))
+    return any(fix.safe for fix in _fixes(rule))  # type: ignore[arg-type]
 
 
 @functools.cache
