@@ -15,7 +15,7 @@ def program(monkeypatch):
     """The program of the benchmarks folder."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("fault_injection")
-    for name in ("fault_injection", "fault_models"):
+    for name in ("fault_injection", "fault_models", "fault_runs"):
         sys.modules.pop(name, None)
 
 

@@ -16,7 +16,7 @@ def program(monkeypatch):
     """The program of the benchmarks folder."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("foreign_faults")
-    for name in ("foreign_faults", "foreign_models", "fault_injection", "fault_models"):
+    for name in ("foreign_faults", "foreign_models", "fault_injection", "fault_models", "fault_runs"):
         sys.modules.pop(name, None)
 
 

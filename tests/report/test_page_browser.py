@@ -85,7 +85,7 @@ def test_every_plot_is_drawn(page):
         "Array.from(document.querySelectorAll('.plot')).map(p => [p.id, p.querySelector('svg.main-svg').getBoundingClientRect().width,"
         " p.querySelectorAll('.points path, .lines path, .js-line, .js-fill').length])"
     )
-    assert len(drawn) == 9
+    assert len(drawn) == 10
     assert all(width > 200 and marks > 0 for _, width, marks in drawn), drawn
 
 
@@ -96,7 +96,7 @@ def test_values_in_the_page_are_those_of_the_file(page, comparison):
         "Array.from(document.querySelectorAll('[data-metric]')).map(c => [c.dataset.row, c.dataset.metric, c.dataset.value])"
     )
     figures = {row["label"]: row["figures"] for row in values["rows"]}
-    assert len(cells) == 33
+    assert len(cells) == 36
     for row, metric, value in cells:
         known = figures[row][metric]
         assert (value is None and known is None) or float(value) == known

@@ -31,7 +31,7 @@ _INTRODUCTION = """\
 tables of GPUs and of DeepSpeed, neither of which is run. Units take seconds, except the last: its plan needs about 15 s of CPU time on an Arm Neoverse-N1, and took 24 to 34 s where other
 programs used the same two cores.
 
-<!-- exit 0 0 2 0 0 0 -->
+<!-- exit 0 0 2 0 0 0 3 0 -->
 ```bash
 halfstep learn                          # the units, and what you have run
 halfstep learn formats                  # one unit, by name or number
@@ -39,7 +39,7 @@ halfstep learn quiz                     # {num_questions} questions, at a termin
 halfstep learn quiz --answers 1b,2b,3b  # graded without asking
 halfstep learn quiz --show 4            # runs the experiment behind question 4
 halfstep learn practice 2               # writes a starter file for task 2 of 5
-halfstep learn practice 2 my.py         # grades a script
+halfstep learn practice 2 practice2_clipping.py    # grades your script
 halfstep learn progress                 # the checkpoint, ticked from what you have run
 ```
 
