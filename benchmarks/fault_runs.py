@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.engine.engine import Engine
 
-__all__ = ["same", "seed_everything", "train"]
+__all__ = ["print_results", "same", "seed_everything", "train"]
 
 
 def seed_everything(seed: int) -> None:
@@ -63,6 +66,24 @@ def train(
     left += [model.state_dict(), dict(model.named_buffers())]
     engine.close()
     return skipped, left
+
+
+def print_results(outcomes: Iterable[Any], groups_of: Callable[[Any], tuple[str, ...]], *, show: bool) -> None:
+    """Print each outcome that is wrong, or all of them, then how many were right and undisturbed by the groups of their faults."""
+    for name in ("halfstep", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    table: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        for row in dict.fromkeys(("all", *groups_of(outcome.fault))):
+            table.setdefault(row, Counter()).update(faults=1, right=outcome.right, undisturbed=outcome.undisturbed)
+        if show or not outcome.right or not outcome.undisturbed:
+            print(outcome, outcome.autopsy, sep="\n", end="\n\n", flush=True)
+    for row, counts in table.items():
+        share = counts["right"] / counts["faults"]
+        print(
+            f"{row:28} {counts['faults']:4} faults  {counts['right']:4} right ({share:.1%})  {counts['undisturbed']:4} undisturbed"
+        )
 
 
 def same(one: Any, other: Any) -> bool:

@@ -10,17 +10,14 @@ fault, and compiled models. A fault that has no effect on a step is drawn again.
 
 import argparse
 import contextlib
-import logging
 import random
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from fault_injection import VALUES
-from fault_runs import same, seed_everything, train
+from fault_runs import print_results, same, seed_everything, train
 from foreign_models import FOREIGN, LENGTH, Batch
 from torch import Tensor, nn
 
@@ -539,6 +536,12 @@ def _fails_without_watch(fault: Fault) -> bool:
     return False
 
 
+def _groups_of(fault: Fault) -> tuple[str, ...]:
+    setting = fault.setting
+    compiled, checkpoints = f"compiled: {setting.backend or 'no'}", f"checkpoints: {setting.checkpoints}"
+    return fault.kind, setting.model, setting.precision, compiled, checkpoints
+
+
 def main() -> int:
     """Run the faults and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -550,31 +553,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="one model or kind of fault")
     parser.add_argument("--show", action="store_true", help="print every autopsy")
     options = parser.parse_args()
-    logging.getLogger("halfstep").setLevel(logging.ERROR)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    table: dict[str, Counter[str]] = {}
-    for outcome in outcomes(options.faults, options.seed, tuple(options.backend or (None,)), only=options.only):
-        fault, autopsy, setting = outcome.fault, outcome.autopsy, outcome.fault.setting
-        groups = (
-            fault.kind,
-            setting.model,
-            setting.precision,
-            f"compiled: {setting.backend or 'no'}",
-            f"checkpoints: {setting.checkpoints}",
-        )
-        for row in ("all", *groups):
-            table.setdefault(row, Counter()).update(faults=1, right=outcome.right, undisturbed=outcome.undisturbed)
-        if not outcome.right or not outcome.undisturbed or options.show:
-            print(
-                f"{fault}\n  right={outcome.right} undisturbed={outcome.undisturbed} {autopsy.module!r} fits={outcome.fits} {autopsy}\n",
-                flush=True,
-            )
-    for row, counts in table.items():
-        share = counts["right"] / counts["faults"]
-        print(
-            f"{row:28} {counts['faults']:4} faults  {counts['right']:4} right ({share:.1%})  {counts['undisturbed']:4} undisturbed"
-        )
+    results = outcomes(options.faults, options.seed, tuple(options.backend or (None,)), only=options.only)
+    print_results(results, _groups_of, show=options.show)
     return 0
 
 

@@ -10,10 +10,7 @@ without an effect on its step is drawn again.
 
 import argparse
 import contextlib
-import logging
 import random
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from fault_injection import VALUES
-from fault_runs import same, seed_everything, train
+from fault_runs import print_results, same, seed_everything, train
 from foreign_faults import Ruined
 from torch import Tensor, nn
 from unseen_models import FIRST, SECOND, Batch, Unseen
@@ -527,24 +524,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="one model or kind of fault")
     parser.add_argument("--show", action="store_true", help="print every autopsy")
     options = parser.parse_args()
-    for name in ("halfstep", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    table: dict[str, Counter[str]] = {}
-    for outcome in outcomes(options.faults, options.seed, second=options.second, only=options.only):
-        fault = outcome.fault
-        for row in dict.fromkeys(("all", fault.cause, fault.kind, fault.model, fault.precision)):
-            table.setdefault(row, Counter()).update(faults=1, right=outcome.right, undisturbed=outcome.undisturbed)
-        if not outcome.right or not outcome.undisturbed or options.show:
-            print(
-                f"{fault}\n  right={outcome.right} undisturbed={outcome.undisturbed} {outcome.autopsy.module!r} {outcome.autopsy}\n",
-                flush=True,
-            )
-    for row, counts in table.items():
-        share = counts["right"] / counts["faults"]
-        print(
-            f"{row:18} {counts['faults']:4} faults  {counts['right']:4} right ({share:.1%})  {counts['undisturbed']:4} undisturbed"
-        )
+    results = outcomes(options.faults, options.seed, second=options.second, only=options.only)
+    print_results(results, lambda f: (f.cause, f.kind, f.model, f.precision), show=options.show)
     return 0
 
 

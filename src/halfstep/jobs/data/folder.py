@@ -11,7 +11,6 @@ data than requested.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
@@ -33,6 +32,7 @@ from halfstep.jobs.data.pictures import (
     PLAIN,
     Augmentation,
     Normalizer,
+    collect_before_fork,
     decode,
     default_workers,
     num_cores,
@@ -166,8 +166,7 @@ class FolderImages(OrderedLoader):
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         rows = self._rows(epoch)[first:]
         self._queue[:] = [(epoch, each.tolist()) for each in rows]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            gc.collect()  # a forked worker that collects a CUDA tensor in a cycle of this process is aborted
+        collect_before_fork()
         for own, decoded in zip(rows, self._workers, strict=True):
             if isinstance(decoded, _Unreadable):
                 raise SettingError(

@@ -10,6 +10,7 @@ the output: a JPEG decoder can leave out the high frequencies of a picture, whic
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import math
@@ -31,6 +32,7 @@ __all__ = [
     "Augmentation",
     "Normalizer",
     "centre",
+    "collect_before_fork",
     "decode",
     "default_workers",
     "num_cores",
@@ -122,6 +124,12 @@ def centre(width: int, height: int) -> tuple[float, float, float, float]:
 def _box(width: int, height: int, side: float) -> tuple[float, float, float, float]:
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
+
+
+def collect_before_fork() -> None:
+    """Collect garbage, for workers that are about to be forked: one that frees a CUDA tensor of this process is aborted."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
 
 
 def default_workers(cores: int, world_size: int, most: int = MAX_WORKERS) -> int:

@@ -34,6 +34,7 @@ from halfstep.jobs.data.pictures import (
     PLAIN,
     Augmentation,
     Normalizer,
+    collect_before_fork,
     decode,
     default_workers,
     num_cores,
@@ -132,6 +133,7 @@ class ShardImages(Loader):
         workers = max(1, self._num_workers)
         # At most `workers` batches are joined from what workers have left, so these come before the position.
         reader = _Reader(self._source, epoch, skipped=max(0, first // workers - 2))
+        collect_before_fork()
         chunks: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
