@@ -23,21 +23,24 @@ def _fresh_state():
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(precision, *, overflows_at=None, accumulate=2, scaler=None, attached=True, optimizer=halfstep.optim.AdamW):
+def train(
+    precision, *, overflows_at=None, accumulate=2, scaler=None, attached=True, optimizer=halfstep.optim.AdamW, cpu=True
+):
     """A loop as Accelerate documents it; the fault is in the second micro-batch of a step."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
     model = transformers.GPT2LMHeadModel(config)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate)
-    accelerator.scaler = scaler  # what it makes on a GPU in fp16
+    accelerator = accelerate.Accelerator(cpu=cpu, mixed_precision=precision, gradient_accumulation_steps=accumulate)
+    if cpu:
+        accelerator.scaler = scaler  # what it makes on a GPU in fp16
     tokens = torch.randint(0, 64, (48, 16), generator=torch.Generator().manual_seed(1))
     model, optimizer, loader = accelerator.prepare(
         model, optimizer(model.parameters(), lr=1e-3), DataLoader(list(tokens), 4)
     )
     session = integration.attach(accelerator) if attached else None
-    fault = torch.zeros(())
+    fault = torch.zeros((), device=accelerator.device)
     model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda m, a, out: out * 1e30 * 1e30 if fault else None)
     for index, batch in enumerate(loader):
         fault.fill_(overflows_at is not None and index // accumulate == overflows_at)
@@ -74,6 +77,18 @@ def test_the_scaler_is_replaced_with_its_settings_and_state(optimizer):
     assert ours.get_scale() == 512.0  # lowered at step 3, raised at step 6
     assert ours.counts().skips == 1
     assert [(a.step, a.module) for a in session.watch.autopsies] == [(3, "transformer.h.1.mlp.c_fc")]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [halfstep.optim.AdamW, torch.optim.AdamW])
+def test_in_fp16_on_a_gpu_scale_changes_and_skips_are_reported(optimizer):
+    """Where Accelerate makes the scaler itself."""
+    accelerator, model, session = train("fp16", overflows_at=2, optimizer=optimizer, cpu=False)
+    assert isinstance(accelerator.scaler, halfstep.GradScaler)
+    assert accelerator.scaler.get_scale() == 2.0**15
+    assert [(a.step, a.module) for a in session.watch.autopsies] == [(3, "transformer.h.1.mlp.c_fc")]
+    assert {e.kind for e in session.watch.events} >= {"skip", "scale", "nan-loss"}
     assert all(p.isfinite().all() for p in model.parameters())
 
 

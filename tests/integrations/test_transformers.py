@@ -43,8 +43,9 @@ class Overflow(transformers.TrainerCallback):
 
 def trainer_of(model, folder, callbacks=(), optimizer=None, kind=transformers.Trainer, **settings):
     settings = {"max_steps": 6, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "no"} | settings
+    settings.setdefault("use_cpu", True)
     args = transformers.TrainingArguments(
-        str(folder), report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **settings
+        str(folder), report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **settings
     )
     return kind(
         model,
@@ -65,6 +66,28 @@ def test_an_overflow_is_named_and_does_not_reach_the_weights(tmp_path, optim):
     (autopsy,) = callback.watch.autopsies
     assert (autopsy.step, autopsy.cause, autopsy.module) == (3, "forward", "transformer.h.1.mlp.c_fc")
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_in_fp16_on_a_gpu_scale_changes_and_skips_are_reported(tmp_path, optim):
+    """The scaler is torch's own, inside Accelerate's optimizer; a sample has the gradients unscaled."""
+    model = build()
+    callback = integration.HalfstepCallback(every=1)
+    overflow = Overflow(model.transformer.h[1].mlp.c_fc, {3})
+    trainer = trainer_of(
+        model, tmp_path, [overflow, callback], max_steps=8, optim=optim, fp16=True, use_cpu=False, max_grad_norm=0.0
+    )
+    trainer.create_optimizer()
+    before = trainer.accelerator.scaler.get_scale()
+    trainer.train()
+    watch = callback.watch
+    assert [(a.step, a.cause, a.module) for a in watch.autopsies] == [(4, "forward", "transformer.h.1.mlp.c_fc")]
+    assert {e.kind for e in watch.events} >= {"skip", "scale", "nan-loss"}
+    assert trainer.accelerator.scaler.get_scale() == before / 2
+    assert all(p.isfinite().all() for p in model.parameters())
+    largest = max(stats.largest for stats in watch.samples[-1].gradients.values())
+    assert 0 < largest < 10  # of gradients times the scale it would be thousands
 
 
 def test_a_nan_loss_is_reported_although_the_log_hides_it(tmp_path):

@@ -30,6 +30,10 @@ from halfstep.watching.probes import Probes, Range, version_of
 __all__ = ["BackwardOrigin", "BackwardTrace", "Node"]
 
 _ACCUMULATE = "AccumulateGrad"
+# What arrives at these leaves them with other strides, and then arrives at the next node.
+_RESHAPES = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "T", "Unsqueeze")
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,9 @@ class BackwardTrace:
 
         nodes = dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn))
         handles = [
-            node.register_prehook(measure_at_once if is_custom(node) and is_opaque(node) else measure) for node in nodes
+            node.register_prehook(measure_at_once if is_custom(node) and is_opaque(node) else measure)
+            for node in nodes
+            if node.name() not in _RESHAPES
         ]
         del nodes
         try:

@@ -6,6 +6,9 @@
     scale 1     backward once more, if a loss scale was in use: is it to blame? The graph of the forward is used again where
                 torch alone computes the gradients; otherwise the forward is computed again too
 
+With a loss scale most overflows happen in the backward pass. So the forward is first computed without a trace, which takes a third
+of the time, and traced only if its loss is not finite, or if it may have absorbed something.
+
 If something goes wrong, such as a tensor that was overwritten before it was measured, the replay is repeated carefully: every
 tensor is measured at once, and no graph is used twice. The host waits once after each pass. Training continues bit for bit as without the replay (`engine/replay/undisturbed.py`).
 """
@@ -39,7 +42,7 @@ from halfstep.watching.autopsy import Autopsy, Cause
 from halfstep.watching.backward_trace import BackwardOrigin, BackwardTrace, Node
 from halfstep.watching.causes import explained, largest_finite
 from halfstep.watching.forward_trace import ForwardTrace, Origin
-from halfstep.watching.places import Places
+from halfstep.watching.places import Places, next_sequence_nr
 from halfstep.watching.probes import Probes, Range, version_of
 
 __all__ = ["examine"]
@@ -158,20 +161,36 @@ class _Replay:
 
     def autopsy(self) -> Autopsy | None:
         """The cause, if it is in this micro-batch."""
+        if self._has_scale and not self.careful:
+            forward = self._forward()
+            if all(bool(loss.isfinite().all()) for loss in forward.losses):
+                return self._in_backward(forward)
+            del forward  # its graph holds the activations
+            self.start.restore()
+        traced = self._traced_forward()
+        bad = [p for p in traced.of_losses if p is not None and not traced.ranges[p].finite]
+        if bad:
+            return self._in_forward(traced, traced.trace.origins(traced.ranges)[bad[0]])
+        return self._in_backward(traced)
+
+    def _forward(self) -> _Forward:
+        places, first = Places(self.replays.run.module), next_sequence_nr()
+        with places.followed():
+            losses = compute_losses(self.replays, self.batch)
+        return _Forward(losses, places, first, next_sequence_nr() - first)
+
+    def _traced_forward(self) -> _TracedForward:
         run = self.replays.run
         named = dict(run.module.named_buffers()) | dict(run.module.named_parameters()) | run.params
-        probes, places = Probes(at_once=self.careful), Places(run.module)
+        probes, places, first = Probes(at_once=self.careful), Places(run.module), next_sequence_nr()
         trace = ForwardTrace(places, probes, named)
         with places.followed(), trace:
             losses = compute_losses(self.replays, self.batch)
-        seen_losses = [trace.look(loss) for loss in losses]
-        ranges = probes.read()
-        bad = [p for p in seen_losses if p is not None and not ranges[p].finite]
-        if bad:
-            return self._in_forward(trace, ranges, trace.origins(ranges)[bad[0]])
-        return self._in_backward(trace, ranges, places, losses)
+        num_nodes, of_losses = next_sequence_nr() - first, [trace.look(loss) for loss in losses]
+        return _TracedForward(losses, places, first, num_nodes, trace, of_losses, probes.read())
 
-    def _in_forward(self, trace: ForwardTrace, ranges: list[Range], origin: Origin) -> Autopsy:
+    def _in_forward(self, forward: _TracedForward, origin: Origin) -> Autopsy:
+        trace, ranges = forward.trace, forward.ranges
         operation, probe = trace.operations[origin.operation], ranges[origin.probe]
         shown = {"op": operation.name, "dtype": probe.dtype, "value": probe.value, "module": operation.place}
         inputs = tuple(ranges[p] for p in operation.inputs)
@@ -199,28 +218,39 @@ class _Replay:
             return place
         return name.rpartition(".")[0]
 
-    def _in_backward(
-        self, trace: ForwardTrace, ranges: list[Range], places: Places, losses: list[Tensor]
-    ) -> Autopsy | None:
-        graph = _Graph.of(self.replays, losses) if self._has_scale and not self.careful else None
-        with places.followed():  # what checkpoints compute again
-            gradients, measured = self._trace_backward(losses, self.case.scale, retain_graph=graph is not None)
+    def _in_backward(self, forward: _Forward) -> Autopsy | None:
+        graph = _Graph.of(self.replays, forward.losses) if self._has_scale and not self.careful else None
+        with forward.places.followed():  # what checkpoints compute again
+            gradients, measured = self._trace_backward(forward.losses, self.case.scale, retain_graph=graph is not None)
         origin = gradients.origin(measured)
         if origin is None:
             return self._of_accumulation()
         node = gradients.nodes[origin.node]
+        autopsy = self._describe(origin, gradients, measured, forward.places)
         # Where the forward absorbs an inf its derivative is 0, and 0 * inf is NaN.
         absorbs = not origin.arrived and node.outer is None and measured[origin.probe].value == "nan"
-        absorbed = trace.behind(node.sequence_nr, ranges) if absorbs else None
-        if absorbed is not None:
-            autopsy = self._in_forward(trace, ranges, absorbed)
-            note = f"the forward pass absorbed it; {operation_of(node.name)} of the backward pass did not"
-            return replace(autopsy, notes=(*autopsy.notes, note))
-        autopsy = self._describe(origin, gradients, measured, places)
-        operation = trace.of_node(node.sequence_nr) if node.outer is None else None
-        if operation is not None:
-            autopsy = replace(autopsy, inputs=autopsy.inputs + tuple(ranges[p] for p in operation.inputs))
-        return self._blame_scale(autopsy, graph)
+        if absorbs and not isinstance(forward, _TracedForward):
+            first, num_nodes = forward.first_nr, forward.num_nodes
+            del forward, graph  # the activations
+            for param in self.replays.run.params.values():
+                param.grad = None
+            self.start.restore()
+            forward = self._traced_forward()
+            if forward.num_nodes != num_nodes:
+                return self._in_backward(forward)  # nodes cannot be told by their numbers
+            node = replace(node, sequence_nr=node.sequence_nr - first + forward.first_nr)
+            graph = _Graph.of(self.replays, forward.losses)
+        if isinstance(forward, _TracedForward):
+            absorbed = forward.trace.behind(node.sequence_nr, forward.ranges) if absorbs else None
+            if absorbed is not None:
+                autopsy = self._in_forward(forward, absorbed)
+                note = f"the forward pass absorbed it; {operation_of(node.name)} of the backward pass did not"
+                return replace(autopsy, notes=(*autopsy.notes, note))
+            operation = forward.trace.of_node(node.sequence_nr) if node.outer is None else None
+            inputs = () if operation is None else tuple(forward.ranges[p] for p in operation.inputs)
+        else:
+            inputs = graph.saved_by(node) if graph is not None and node.outer is None else ()
+        return self._blame_scale(replace(autopsy, inputs=autopsy.inputs + inputs), graph)
 
     @property
     def _has_scale(self) -> bool:
@@ -301,6 +331,23 @@ class _Replay:
 
 
 @dataclass(frozen=True)
+class _Forward:
+    """A forward pass that was computed again."""
+
+    losses: list[Tensor]
+    places: Places
+    first_nr: int  # sequence number of its first autograd node
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class _TracedForward(_Forward):
+    trace: ForwardTrace
+    of_losses: list[int | None]  # probes
+    ranges: list[Range]
+
+
+@dataclass(frozen=True)
 class _Graph:
     """The graph of a forward pass and what a second backward over it needs: the state at the start of the first."""
 
@@ -319,6 +366,18 @@ class _Graph:
     def is_unchanged(self) -> bool:
         """Whether the first backward changed no buffer: what a checkpoint computes again may depend on one."""
         return all(version is not None and version == version_of(buffer) for buffer, version in self.buffers)
+
+    def saved_by(self, node: Node) -> tuple[Range, ...]:
+        """The ranges of what the operation of a node saved for its derivative: those of its inputs that matter to it."""
+        every = (n for loss in self.losses for n in nodes_of(loss.grad_fn))
+        own = next((n for n in every if n._sequence_nr() == node.sequence_nr and n.name().endswith(node.name)), None)  # noqa: SLF001
+        probes = Probes(at_once=True)
+        for name in dir(own):
+            with contextlib.suppress(RuntimeError):  # freed, or hooks that cannot unpack it twice
+                value = getattr(own, name) if name.startswith("_saved_") else None
+                if isinstance(value, Tensor):
+                    probes.add(value, name.removeprefix("_saved_"))
+        return tuple(probes.read())
 
 
 def _place_of(node: Node, trace: BackwardTrace, places: Places) -> str | None:
