@@ -33,8 +33,12 @@ def attach(
     activations: bool = False,
     max_skips: int | None = 25,
     outlets: Sequence[Outlet] = (),
+    start: int = 0,
 ) -> Monitor:
-    """Watch the models and optimizers that an accelerator has prepared, until `close()`; its `watch` has samples and events."""
+    """Watch the models and optimizers that an accelerator has prepared, until `close()`; its `watch` has samples and events.
+
+    `start` is the number of steps that a resumed run has taken already: events continue to count from there.
+    """
     warn_if_untested("accelerate")
     models = [accelerator.unwrap_model(each, keep_fp32_wrapper=True) for each in accelerator._models]  # noqa: SLF001 - has no public name
     optimizers = list(accelerator._optimizers)  # noqa: SLF001
@@ -46,7 +50,7 @@ def attach(
     # Several models, as in a GAN, are watched as one whose names begin with their number.
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
     settings: dict[str, Any] = {"every": every, "activations": activations, "max_skips": max_skips, "outlets": outlets}
-    monitor = Monitor(whole, optimizers, accelerator.scaler, **settings)
+    monitor = Monitor(whole, optimizers, accelerator.scaler, start=start, **settings)
     for model in models:
         monitor.follow(model, accelerator.gradient_accumulation_steps)
     _observe_backward(accelerator, monitor)
