@@ -53,7 +53,8 @@ def attach(
     monitor = Monitor(whole, optimizers, accelerator.scaler, start=start, **settings)
     for model in models:
         monitor.follow(model, accelerator.gradient_accumulation_steps)
-    _observe_backward(accelerator, monitor)
+    _observe_losses(accelerator, monitor)
+    _observe_steps(accelerator, monitor)
     return monitor
 
 
@@ -80,15 +81,39 @@ def replace_scaler(accelerator: Accelerator, named_parameters: Sequence[tuple[st
     log_info("accelerator.scaler is a halfstep.GradScaler with the settings and the state of torch's.")
 
 
-def _observe_backward(accelerator: Accelerator, monitor: Monitor) -> None:
-    """See the end of each window, and losses that the model does not return."""
+def _observe_losses(accelerator: Accelerator, monitor: Monitor) -> None:
+    """See losses that the model does not return."""
     backward = accelerator.backward
 
     def observed(loss: Any, **kwargs: Any) -> None:
         backward(loss, **kwargs)
         monitor.add_other_loss(loss)
-        if accelerator.sync_gradients:
-            monitor.end_step()
 
     accelerator.backward = observed
     monitor.on_close(lambda: vars(accelerator).pop("backward", None))
+
+
+def _observe_steps(accelerator: Accelerator, monitor: Monitor) -> None:
+    """See the end of each step: all optimizers have stepped, or one of them steps again."""
+    optimizers = list(accelerator._optimizers)  # noqa: SLF001
+    stepped: set[int] = set()
+
+    def observe(number: int, optimizer: Any) -> None:
+        step = optimizer.step
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            returned = step(*args, **kwargs)
+            if accelerator.sync_gradients:  # else it did nothing: the window is not over
+                again = number in stepped
+                stepped.add(number)
+                if again or len(stepped) == len(optimizers):
+                    stepped.clear()
+                    stepped.update([number] if again else [])
+                    monitor.end_step()
+            return returned
+
+        optimizer.step = observed
+        monitor.on_close(lambda: vars(optimizer).pop("step", None))
+
+    for number, optimizer in enumerate(optimizers):
+        observe(number, optimizer)

@@ -62,6 +62,7 @@ class Monitor:
         self.truth: Inspection | None = None  # known after the first step
         self._readback, self._step, self._undo = Readback(), start, contextlib.ExitStack()
         self._loss: Tensor | None = None  # of the step in progress
+        self._has_returned = False  # whether a model has returned a loss since the last backward
         optimizers = [own_optimizer(each) for each in optimizers]
         sharded = any(is_sharded(p) for each in optimizers for group in each.param_groups for p in group["params"])
         flat = any(base.__name__ == "FullyShardedDataParallel" for m in model.modules() for base in type(m).__mro__)
@@ -95,7 +96,8 @@ class Monitor:
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             if self._is_training(model):
-                self.add_loss(_loss_in(output))
+                self._has_returned |= isinstance(loss := _loss_in(output), Tensor)
+                self.add_loss(loss)
 
         self.on_close(model.register_forward_pre_hook(before, with_kwargs=True).remove)
         self.on_close(model.register_forward_hook(after).remove)
@@ -116,9 +118,10 @@ class Monitor:
             self._loss = part if self._loss is None else self._loss + part
 
     def add_other_loss(self, loss: Any) -> None:
-        """The loss that a loop has made itself, unless the model returned one that was added already."""
-        if self._loss is None:
+        """The loss of a backward pass, unless it is one that the model returned, which was added already."""
+        if not self._has_returned:
             self.add_loss(loss)
+        self._has_returned = False
 
     def on_close(self, undo: Callable[[], Any]) -> None:
         """Call this, too, when the Monitor is closed."""
