@@ -130,3 +130,30 @@ def test_several_models_are_watched_as_one():
     ]
     assert set(skip.data["parameters"]) == {"0.weight", "0.bias"}
     assert all(p.isfinite().all() for m in (first, second) for p in m.parameters())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_of_two_optimizers_is_one_step(scaled):
+    """As in a GAN: loss and skip have the same number, parameters the number of their model, and the truth the states of both."""
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if scaled else None
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    fault = torch.zeros(())
+    models[1].register_forward_hook(lambda m, a, out: out * 1e30 * 1e30 if fault else None)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    *models, one, two, loader = accelerator.prepare(*models, *optimizers, DataLoader(torch.randn(16, 4), 2))
+    session = integration.attach(accelerator, start=10)
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(*models):
+            for model, optimizer in zip(models, (one, two), strict=True):
+                fault.fill_(index == 3)
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    session.close()
+    reported = {(e.kind, e.step) for e in session.watch.events if e.kind != "scale"}
+    assert reported == {("nan-loss", 12), ("skip", 12)}
+    assert all("1.weight" in str(e) for e in session.watch.events if e.kind == "skip")
+    session.truth.expect(master="fp32", states="fp32")
+    assert "step" not in vars(one)

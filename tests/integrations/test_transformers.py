@@ -176,3 +176,16 @@ def test_something_else_than_a_trainer_is_rejected():
         integration.HalfstepCallback(build())
     with pytest.raises(SettingError, match="before training"):
         integration.HalfstepCallback().watch  # noqa: B018
+
+
+def test_events_of_a_resumed_run_have_the_trainers_steps(tmp_path):
+    """The step after a checkpoint of step 3 is step 4, in autopsies, events and what loggers get."""
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(build(), tmp_path, max_steps=3, **settings).train()
+    model, events = build(), []
+    callback = integration.HalfstepCallback(every=1, outlets=[events.append])
+    overflow = Overflow(model.transformer.h[1].mlp.c_fc, {4})
+    trainer_of(model, tmp_path, [overflow, callback], **settings).train(resume_from_checkpoint=True)
+    assert [a.step for a in callback.watch.autopsies] == [5]
+    assert {(e.kind, e.step) for e in events} == {("skip", 5), ("autopsy", 5), ("nan-loss", 5)}
+    assert [sample.step for sample in callback.watch.samples] == [4, 5, 6]

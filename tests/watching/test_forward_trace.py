@@ -144,3 +144,10 @@ def test_what_was_absorbed_is_known_for_the_node_of_its_operation():
     behind = trace.behind(mul._sequence_nr(), ranges)
     assert behind.entered
     assert trace.of_node(mul._sequence_nr()).name == "mul"
+
+
+def test_what_a_nanmean_leaves_out_is_the_origin_of_its_nan():
+    """All elements are NaN: the mean is 0 / 0, but the fault is where they came from."""
+    assert name_of(lambda: (X - 5).log().nanmean()) == "log"
+    assert name_of(lambda: torch.cat([X, (X - 5).log()]).nanmean()) is None
+    assert name_of(lambda: X[X > 5].nanmean()) == "div"

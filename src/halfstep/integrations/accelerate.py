@@ -33,8 +33,12 @@ def attach(
     activations: bool = False,
     max_skips: int | None = 25,
     outlets: Sequence[Outlet] = (),
+    start: int = 0,
 ) -> Monitor:
-    """Watch the models and optimizers that an accelerator has prepared, until `close()`; its `watch` has samples and events."""
+    """Watch the models and optimizers that an accelerator has prepared, until `close()`; its `watch` has samples and events.
+
+    `start` is the number of steps that a resumed run has taken already: events continue to count from there.
+    """
     warn_if_untested("accelerate")
     models = [accelerator.unwrap_model(each, keep_fp32_wrapper=True) for each in accelerator._models]  # noqa: SLF001 - has no public name
     optimizers = list(accelerator._optimizers)  # noqa: SLF001
@@ -46,10 +50,11 @@ def attach(
     # Several models, as in a GAN, are watched as one whose names begin with their number.
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
     settings: dict[str, Any] = {"every": every, "activations": activations, "max_skips": max_skips, "outlets": outlets}
-    monitor = Monitor(whole, optimizers, accelerator.scaler, **settings)
+    monitor = Monitor(whole, optimizers, accelerator.scaler, start=start, **settings)
     for model in models:
         monitor.follow(model, accelerator.gradient_accumulation_steps)
-    _observe_backward(accelerator, monitor)
+    _observe_losses(accelerator, monitor)
+    _observe_steps(accelerator, monitor)
     return monitor
 
 
@@ -76,15 +81,39 @@ def replace_scaler(accelerator: Accelerator, named_parameters: Sequence[tuple[st
     log_info("accelerator.scaler is a halfstep.GradScaler with the settings and the state of torch's.")
 
 
-def _observe_backward(accelerator: Accelerator, monitor: Monitor) -> None:
-    """See the end of each window, and losses that the model does not return."""
+def _observe_losses(accelerator: Accelerator, monitor: Monitor) -> None:
+    """See losses that the model does not return."""
     backward = accelerator.backward
 
     def observed(loss: Any, **kwargs: Any) -> None:
         backward(loss, **kwargs)
         monitor.add_other_loss(loss)
-        if accelerator.sync_gradients:
-            monitor.end_step()
 
     accelerator.backward = observed
     monitor.on_close(lambda: vars(accelerator).pop("backward", None))
+
+
+def _observe_steps(accelerator: Accelerator, monitor: Monitor) -> None:
+    """See the end of each step: all optimizers have stepped, or one of them steps again."""
+    optimizers = list(accelerator._optimizers)  # noqa: SLF001
+    stepped: set[int] = set()
+
+    def observe(number: int, optimizer: Any) -> None:
+        step = optimizer.step
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            returned = step(*args, **kwargs)
+            if accelerator.sync_gradients:  # else it did nothing: the window is not over
+                again = number in stepped
+                stepped.add(number)
+                if again or len(stepped) == len(optimizers):
+                    stepped.clear()
+                    stepped.update([number] if again else [])
+                    monitor.end_step()
+            return returned
+
+        optimizer.step = observed
+        monitor.on_close(lambda: vars(optimizer).pop("step", None))
+
+    for number, optimizer in enumerate(optimizers):
+        observe(number, optimizer)

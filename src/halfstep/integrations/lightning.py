@@ -158,7 +158,8 @@ class HalfstepCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the optimizers and the scaler."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._monitor = self._attach(pl_module, trainer.optimizers, scaler)
+        start = trainer.global_step // len(trainer.optimizers)  # which counts the steps of all optimizers
+        self._monitor = self._attach(pl_module, trainer.optimizers, scaler, start=start)
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

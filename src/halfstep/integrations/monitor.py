@@ -29,8 +29,12 @@ __all__ = ["Monitor", "Outlet", "own_optimizer"]
 
 Outlet = Callable[[Event], None]
 _SHARDED = (
-    "Halfstep: the parameters are sharded (FSDP2), so their gradients are guarded and losses are watched, but nothing is sampled "
-    "and skipped steps are not computed again."
+    "Halfstep: the parameters are sharded (FSDP2). Samples and skips are those of the whole parameters, the same on every rank; skipped "
+    "steps are not computed again."
+)
+_FLAT = (
+    "Halfstep: the model is FullyShardedDataParallel, the first version. Its gradients are guarded and losses are watched, but nothing is "
+    "sampled, and with a loss scaler max_skips has no effect. FSDP2 (fully_shard) has all of it."
 )
 
 
@@ -38,7 +42,7 @@ class Monitor:
     """Watches one training loop until `close()`.
 
     `every` is the number of steps between samples; `max_skips` skipped steps in a row raise OverflowStop (None: never); each
-    Event is passed to every one of `outlets`.
+    Event is passed to every one of `outlets`. `start` is the number of steps that a resumed run has taken already.
     """
 
     def __init__(
@@ -51,25 +55,28 @@ class Monitor:
         activations: bool = False,
         max_skips: int | None = 25,
         outlets: Sequence[Outlet] = (),
+        start: int = 0,
     ) -> None:
         self._max_skips, self._outlets = max_skips, tuple(outlets)
         self._inspected = (model, list(optimizers), scaler)
         self.truth: Inspection | None = None  # known after the first step
-        self._readback, self._step, self._undo = Readback(), 0, contextlib.ExitStack()
+        self._readback, self._step, self._undo = Readback(), start, contextlib.ExitStack()
         self._loss: Tensor | None = None  # of the step in progress
+        self._has_returned = False  # whether a model has returned a loss since the last backward
         optimizers = [own_optimizer(each) for each in optimizers]
         sharded = any(is_sharded(p) for each in optimizers for group in each.param_groups for p in group["params"])
-        group = torch.distributed.group.WORLD if sharded else None
+        flat = any(base.__name__ == "FullyShardedDataParallel" for m in model.modules() for base in type(m).__mro__)
+        group = torch.distributed.group.WORLD if sharded or flat else None
         self._guards: list[Guard] = []
         if scaler is None or not scaler.is_enabled():
             names = list(model.named_parameters())
             self._guards = [Guard(o, max_skips, named_parameters=names, process_group=group) for o in optimizers]
         self.watch = Watch(model, every=every, activations=activations, outlet=self._sent)
-        self._can_record = not sharded and len(optimizers) == 1
-        if sharded:
-            log_once(_SHARDED)
-        else:
-            self.watch.attach(optimizers, scaler)
+        self._can_record = not sharded and not flat and len(optimizers) == 1
+        if sharded or flat:
+            log_once(_FLAT if flat else _SHARDED)
+        if not flat:
+            self.watch.attach(optimizers, scaler, start=start)
 
     def record(self, compute_loss: Callable[[], Any], factor: float = 1.0) -> None:
         """Before the forward of a micro-batch: how to compute its loss again, and what the loop multiplies it by."""
@@ -89,7 +96,8 @@ class Monitor:
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             if self._is_training(model):
-                self.add_loss(_loss_in(output))
+                self._has_returned |= isinstance(loss := _loss_in(output), Tensor)
+                self.add_loss(loss)
 
         self.on_close(model.register_forward_pre_hook(before, with_kwargs=True).remove)
         self.on_close(model.register_forward_hook(after).remove)
@@ -110,9 +118,10 @@ class Monitor:
             self._loss = part if self._loss is None else self._loss + part
 
     def add_other_loss(self, loss: Any) -> None:
-        """The loss that a loop has made itself, unless the model returned one that was added already."""
-        if self._loss is None:
+        """The loss of a backward pass, unless it is one that the model returned, which was added already."""
+        if not self._has_returned:
             self.add_loss(loss)
+        self._has_returned = False
 
     def on_close(self, undo: Callable[[], Any]) -> None:
         """Call this, too, when the Monitor is closed."""
@@ -121,7 +130,7 @@ class Monitor:
     def end_step(self) -> None:
         """A step is over: its loss is read when it has arrived. After the first one the truth table is logged."""
         self._step += 1
-        if self._step == 1:
+        if self.truth is None:
             self.truth = inspect(*self._inspected).result
             log_info(f"What this run stores:\n{self.truth}")
         if self._loss is not None:

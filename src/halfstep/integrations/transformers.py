@@ -70,7 +70,7 @@ class HalfstepCallback(TrainerCallback):  # type: ignore[misc]
         """Attach to what the Trainer has made."""
         self._detach()  # from a run that raised
         assert model is not None
-        self._monitor = self._attach(model, [optimizer], getattr(optimizer, "scaler", None))
+        self._monitor = self._attach(model, [optimizer], getattr(optimizer, "scaler", None), start=state.global_step)
         if self._trainer is None:
             self._monitor.follow(model, args.gradient_accumulation_steps)
         else:

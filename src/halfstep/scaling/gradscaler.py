@@ -195,9 +195,17 @@ class GradScaler(torch.amp.GradScaler):
         assert self._counts is not None
         if self._rule.max_skips is None:
             return
+        # Ranks that share parameters must stop together: on a GPU they read the count of the update before, arrived or not.
+        together = self._counts.device.type != "cpu" and self._is_sharded()
+        arrived = self._readback.deliver(wait=True) if together else []
         self._readback.push(self._counts[2].reshape(1))
-        for _, (consecutive,) in self._readback.deliver(wait=False):
+        for _, (consecutive,) in arrived if together else self._readback.deliver(wait=False):
             stop_if_stuck(int(consecutive), self._rule, self.get_scale, self._named())
+
+    def _is_sharded(self) -> bool:
+        """Whether a parameter of this step's optimizers is a DTensor."""
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return any(hasattr(param, "_local_tensor") for group in groups for param in group["params"])
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of this step's optimizers, each under the best available name."""

@@ -324,15 +324,20 @@ def nonfinite_gradients(named_params: NamedParams | None, most: int = 8) -> str:
     """One sentence that lists the parameters whose gradients currently contain inf or NaN."""
     if named_params is None:
         return "Pass named_params= (or use halfstep.Engine) to see the names of the parameters."
-    bad = []
+    bad, is_sharded = [], False
     for name, param in named_params:
         grad = param.grad
         if grad is None:
             continue
-        values = grad.coalesce().values() if grad.is_sparse else grad
+        # Of a DTensor the part of this rank: reading the whole would wait for ranks that may not ask for it.
+        part = getattr(grad, "_local_tensor", grad)
+        is_sharded |= part is not grad
+        values = part.coalesce().values() if part.is_sparse else part
         num_bad = int(values.numel() - values.isfinite().sum())
         if num_bad:
-            bad.append(f"{name} ({num_bad} of {values.numel()})")
+            bad.append(f"{name} ({num_bad} of {values.numel()}{'' if part is grad else ' on this rank'})")
+    if not bad and is_sharded:
+        return "This rank's parts of the gradients are finite now; those of another rank are not, or they were cleared."
     if not bad:
         return "No parameter has a non-finite gradient now; the gradients were cleared or replaced."
     more = f" and {len(bad) - most} more" if len(bad) > most else ""

@@ -4,6 +4,9 @@ With torch's GradScaler (or halfstep.GradScaler) its `step` is wrapped: the grad
 unless `unscale_` was called, and whether it skipped is read from its flags, on a GPU without waiting. Without a scaler the
 optimizer's step hooks are used, and its gradients are taken as they are, divided by `optimizer.grad_scale` where that is set. A
 Guard on the optimizer shows its decisions itself: what it skips never reaches the optimizer.
+
+Ranks that share the parameters (FSDP2) deliver the outcome of a step at the same place, on a GPU at the start of the next step: what
+follows from it, such as a hard stop, happens on all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def named_params_of(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
             f"{strangers} of {len(params)} parameters of {name} are not in the model. Pass the module that owns them: Watch(model)."
         )
     named = {names[p]: p for p in params}
-    check_trainable(named.items(), "Watch")
+    check_trainable(named.items(), "Watch", shards=True)
     return named
 
 
@@ -60,8 +63,10 @@ class LoopHooks:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
         replays: LoopReplays | None,
+        start: int = 0,
     ) -> None:
-        self._stream, self._step, self._replays = stream, 0, replays
+        """`start` is the number of steps that the run has taken already."""
+        self._stream, self._step, self._replays = stream, start, replays
         # Weak: the hooks are stored in the optimizer and the scaler.
         self._optimizer = weakref.ref(optimizer)
         self._params: Mapping[str, Tensor] = stream.sampler.params
@@ -153,8 +158,12 @@ class LoopHooks:
 
     # --- all --------------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self._stream.sampler.shards is not None
+
     def _begin(self, divisor: Tensor | None) -> None:
-        self._deliver(wait=False)
+        self._deliver(wait=self._is_sharded)
         self._step += 1
         if self._replays is not None:
             self._replays.end_window(self._step)
@@ -167,13 +176,15 @@ class LoopHooks:
         if found_inf is not None:
             factor = torch.ones_like(found_inf.reshape(())) if scale is None else scale.to(found_inf.device)
             self._readback.push(torch.stack((found_inf.reshape(()), factor)), self._step)
-        self._deliver(wait=False)
+        if not self._is_sharded or self._stream.device.type == "cpu":
+            self._deliver(wait=False)
 
     def _deliver(self, *, wait: bool) -> None:
         for step, (flag, scale) in self._readback.deliver(wait=wait):
             nonfinite: dict[str, int] = {}
-            if flag and next(iter(self._params.values())).device.type == "cpu":
-                nonfinite = num_nonfinite(gradients_of(self._params))
+            if flag and self._stream.device.type == "cpu":
+                nonfinite, shards = num_nonfinite(gradients_of(self._params)), self._stream.sampler.shards
+                nonfinite = nonfinite if shards is None else shards.add_up(nonfinite)
             self._stream.outcome(step, skipped=flag != 0, scale=scale, nonfinite=nonfinite)
             if self._replays is not None:
                 with self._stream.paused():

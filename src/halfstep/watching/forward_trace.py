@@ -236,6 +236,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The origin of every probe that is not finite."""
         origins: dict[int, Origin] = {}
         of_operation: dict[int, Origin] = {}
+        left_out: dict[int, Origin] = {}  # of what a nansum, which is half of a nanmean, has left out
         for number, operation in enumerate(self.operations):
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
@@ -243,10 +244,13 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     is_constant = operation.place is not None and self._is_number(ranges[probe])
                     origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_constant)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
-            if not bad:
-                continue
             causes = [probe for probe in operation.inputs if not ranges[probe].finite]
             origin = min((origins[p] for p in causes), key=lambda o: self._rank(o, ranges), default=None)
+            if origin is not None and operation.name == "nansum":
+                left_out.update(dict.fromkeys(operation.outputs, origin))
+            if not bad:
+                continue
+            origin = origin or next((left_out[p] for p in operation.inputs if p in left_out), None)
             if origin is not None and self._is_masked_everywhere(operation, origin, ranges):
                 origin = None
             entered = operation.is_constant and operation.place is None

@@ -170,8 +170,11 @@ class Guard:
         steps, skips, consecutive = self._counts.unbind()
         # In place, so that a captured CUDA graph counts at every replay.
         self._counts.copy_(torch.stack((steps + 1, skips + skipped, (consecutive + 1) * skipped)))
+        # Ranks that agree must also stop together, so on a GPU they read the counts of the step before, arrived or not.
+        together = self._group is not None and flag.device.type != "cpu"
+        arrived = self._readback.deliver(wait=True) if together else []
         self._readback.push(self._counts)
-        for _, values in self._readback.deliver(wait=False):
+        for _, values in arrived if together else self._readback.deliver(wait=False):
             self._report(optimizer, *map(int, values))
 
     def _report(self, optimizer: torch.optim.Optimizer, steps: int, skips: int, consecutive: int) -> None:

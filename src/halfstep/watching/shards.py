@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.backends.consistency import compare_ranks
 from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp.norms import counts_here
 from halfstep.backends.parts import Parts
+from halfstep.backends.ranks import ranks_of
 from halfstep.kernels.exponents import LARGEST, NUM_COLUMNS, SMALLEST
+from halfstep.optim.shards import is_sharded
 
-__all__ = ["ShardStatistics"]
+__all__ = ["ShardStatistics", "shards_of_loop"]
 
 
 class ShardStatistics:
@@ -67,3 +70,18 @@ class ShardStatistics:
         mask = torch.tensor([name in self._counted for name in names], device=table.device)
         own: Tensor = torch.where(mask[:, None], table, torch.zeros_like(table))
         return own
+
+
+def shards_of_loop(params: Mapping[str, Tensor], sampling: str) -> ShardStatistics | None:
+    """What combines the statistics of an optimizer in a loop of the user's own; None where no parameter is sharded.
+
+    Every rank must call this: they exchange messages at each sampled step, so their parameters and `sampling` have to be the same.
+    """
+    if not any(map(is_sharded, params.values())):
+        return None
+    device = next(iter(params.values())).device
+    group = dist.group.WORLD
+    context = RunContext(device, rank=dist.get_rank(), world_size=dist.get_world_size(), process_group=group)
+    described = {f"parameter {name}": f"{param.dtype} {tuple(param.shape)}" for name, param in params.items()}
+    compare_ranks({"watch": sampling} | described, ranks_of(context))
+    return ShardStatistics(params, context)

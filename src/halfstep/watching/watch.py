@@ -43,7 +43,7 @@ from halfstep.watching.losses import Fingerprint, LossRule
 from halfstep.watching.report import WatchReport
 from halfstep.watching.sample import Sample
 from halfstep.watching.sampler import Sampler, num_nonfinite
-from halfstep.watching.shards import ShardStatistics
+from halfstep.watching.shards import ShardStatistics, shards_of_loop
 from halfstep.watching.skips import Autopsies
 from halfstep.watching.stream import Stream
 
@@ -104,8 +104,10 @@ class Watch:
         self,
         target: Engine | torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        start: int = 0,
     ) -> Self:
-        """Watch an Engine, which calls this itself, or the optimizers of another loop."""
+        """Watch an Engine, which calls this itself, or the optimizers of another loop, resumed after `start` steps."""
         if isinstance(target, Engine):
             self._attach_engine(target)
             return self
@@ -117,12 +119,14 @@ class Watch:
         loops = [(optimizer, named_params_of(optimizer, self._model)) for optimizer in optimizers]
         self._rank = _rank_of_process()
         for optimizer, params in loops:
-            stream = self._add_stream(params, _state_of(optimizer), self._model if not self._streams else None)
+            shards = shards_of_loop(params, self.sampling)
+            root = self._model if not self._streams else None
+            stream = self._add_stream(params, _state_of(optimizer), root, shards)
             replays = None
-            if self.replay and len(loops) == 1:
+            if self.replay and len(loops) == 1 and shards is None:  # a forward of shards waits for the other ranks
                 has_scale = scaler is not None and scaler.is_enabled()
                 replays = self._replays = LoopReplays(self._model, params, self._examined, has_scale=has_scale)
-            self._loops.append(LoopHooks(stream, optimizer, scaler, replays))
+            self._loops.append(LoopHooks(stream, optimizer, scaler, replays, start))
             stream.arm()
         return self
 
@@ -309,6 +313,8 @@ def _no_record(watch: Watch) -> str:
         return "Watch.record has no effect with replay=False; leave that argument out."
     if watch._engine is not None:  # noqa: SLF001 - of this file
         return "This Watch belongs to an Engine: pass the function to engine.step(replay=fn)."
+    if any(stream.sampler.shards is not None for stream in watch._streams):  # noqa: SLF001
+        return "Watch.record has no effect on sharded parameters: a forward waits for all ranks, so none computes a step again."
     if watch._streams:  # noqa: SLF001
         return "Watch.record needs a Watch of one optimizer: which one's step a micro-batch belongs to is not known."
     return "Call Watch.attach(optimizer, scaler) before Watch.record."
