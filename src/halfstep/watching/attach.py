@@ -168,7 +168,8 @@ class LoopHooks:
         if self._replays is not None:
             self._replays.end_window(self._step)
         optimizer = self._optimizer()
-        self._stream.before(self._step, gradients_of(self._params), divisor, [] if optimizer is None else [optimizer])
+        optimizers = [] if optimizer is None else [optimizer]
+        self._stream.before(self._step, lambda: gradients_of(self._params), divisor, optimizers)
 
     @torch.no_grad()
     def _end(self, found_inf: Tensor | None, scale: Tensor | None) -> None:

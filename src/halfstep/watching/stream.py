@@ -58,15 +58,15 @@ class Stream:
     def before(
         self,
         step: int,
-        gradients: Mapping[str, Tensor],
+        gradients: Callable[[], Mapping[str, Tensor]],
         divisor: Tensor | None,
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
-        """Before an update: begin a sample where one is due."""
+        """Before an update: begin a sample where one is due; in other steps nobody asks for the gradients."""
         self._num_steps += 1
         if is_due(self._num_steps, self._every):
             self._sampled.add(step)
-            self.sampler.before(step, gradients, divisor, self._idle(optimizers))
+            self.sampler.before(step, gradients(), divisor, self._idle(optimizers))
 
     def after(self, found_inf: Tensor | None = None) -> None:
         """After an update was launched: end the sample, and prepare for the next step."""

@@ -184,7 +184,7 @@ class Watch:
         engine = None if self._engine is None else self._engine()
         assert engine is not None
         (stream,) = self._streams
-        stream.before(engine.progress.attempts + 1, gradients, divisor, engine.optimizers)
+        stream.before(engine.progress.attempts + 1, lambda: gradients, divisor, engine.optimizers)
 
     def decided(self, gradients: Mapping[str, Tensor], decision: Decision) -> None:
         """Called by the Engine before each update with its decision: which gradients are not finite is known from their sums."""
