@@ -58,7 +58,9 @@ def train(net, optimizer, monitor, scaler=None, steps=4, bad=(1,)):
                 scaler.update()
             optimizer.zero_grad()
             monitor.end_step()
-            moved.append(any(not torch.equal(p.full_tensor(), b) for p, b in zip(net.parameters(), before, strict=True)))
+            moved.append(
+                any(not torch.equal(p.full_tensor(), b) for p, b in zip(net.parameters(), before, strict=True))
+            )
     except OverflowStop as error:
         return moved, str(error)
     finally:
@@ -275,7 +277,9 @@ def trainer():
             from accelerate import DistributedType
             from accelerate.utils import FullyShardedDataParallelPlugin
 
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True
+            )
             self.accelerator.state.distributed_type, self.accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
             self.is_fsdp_enabled = True
 
