@@ -161,12 +161,19 @@ TRANSFORMERS = {
 }  # fmt: skip
 
 
+WIDTHS = ("n_embd", "hidden_size", "intermediate_size", "hidden_sizes", "embedding_size")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("seed", "factor"), [(0, 1), (3, 2)])
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_public_models_need_no_exception(name):
-    """Six architectures of transformers with random weights."""
+def test_public_models_need_no_exception(name, seed, factor):
+    """Six architectures of transformers with random weights, also with others and twice as wide."""
     transformers = pytest.importorskip("transformers")
     head, settings = TRANSFORMERS[name]
+    wide = {key: settings[key] for key in WIDTHS if key in settings}
+    wide = {k: [factor * w for w in v] if isinstance(v, list) else factor * v for k, v in wide.items()}
+    settings = settings | wide
     cls = getattr(transformers, head)
     reads_text = name in ("gpt2", "bert", "llama")
 
@@ -185,7 +192,7 @@ def test_public_models_need_no_exception(name):
         lambda model, batch: model(**batch).loss,
         lambda params: torch.optim.AdamW(params, lr=1e-3),
     )
-    assert keeps_nothing(rehearse(job, steps=6, batch=8))
+    assert keeps_nothing(rehearse(job, steps=6, batch=8, seed=seed))
 
 
 @pytest.mark.slow
