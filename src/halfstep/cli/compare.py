@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.options import data_option
+from halfstep.cli.options import FilePath, data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -61,21 +61,19 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="Set seed, max_norm, warmup, device, timeout or gpu (whose peak a CPU predicts); may be repeated.",
 )
 @data_option
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
-)
+@click.option("--out", type=FilePath(), metavar="DIR", help="Output directory (default: a new one under runs/).")
 @click.option("--force", is_flag=True, help="Replace an earlier comparison in --out.")
 @click.option(
     "--from",
     "folders",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="DIR",
     help="Run nothing; report on the runs in this directory; may be repeated.",
 )
 @click.option(
     "--resume",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="DIR",
     help="Finish the interrupted comparison in this directory.",
 )

@@ -19,7 +19,7 @@ from halfstep.learning.practice.record import Grade, Row, Run, RunSpec, Step
 from halfstep.learning.practice.speed import speed_rows
 from halfstep.learning.practice.tasks import TASKS
 
-__all__ = ["SECONDS", "grade_practice", "judge", "read_script", "run_specs"]
+__all__ = ["EXPLAIN", "SECONDS", "grade_practice", "judge", "read_script", "run_specs"]
 
 SECONDS = 60.0  # for each run of a script
 _LARGE_NORM = 1000.0  # gradients are enlarged to it if the script's own never reach max_norm
@@ -77,7 +77,7 @@ def run_specs(number: int, path: Path) -> list[RunSpec]:
 def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
     """The grade that follows from the script and its runs."""
     task = TASKS[number - 1]
-    if not text.strip() or (not runs and number != _EXPLAIN and _parses(text)):
+    if not text.strip() or (not runs and number != EXPLAIN and _parses(text)):
         row = Row(
             "code",
             "the file has a training script",
@@ -86,7 +86,7 @@ def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
             f"Start from: halfstep learn practice {number}",
         )
         return Grade(number, task.title, (row,))
-    if number == _EXPLAIN:
+    if number == EXPLAIN:
         return Grade(number, task.title, explanation_rows(path, text, runs))
     findings = check_path(path)
     if not runs:
@@ -98,7 +98,7 @@ def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
     return Grade(number, task.title, tuple(rows), findings)
 
 
-_EXPLAIN = 5
+EXPLAIN = 5
 
 
 def _parses(text: str) -> bool:
