@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -253,9 +252,10 @@ def _standard_input() -> bytes:
 
 def _show(outcome: Outcome, style: str, *, statistics: bool, to_stderr: bool = False) -> None:
     from halfstep.report.check_formats import render
+    from halfstep.report.theme import uses_colour
 
     stream = sys.stderr if to_stderr else sys.stdout
-    colour = stream.isatty() and not os.environ.get("NO_COLOR")
+    colour = uses_colour(stream)
     text = render(outcome, style, statistics=statistics, colour=colour)
     if text:
         click.echo(_printable(text, stream.encoding), err=to_stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -288,6 +287,7 @@ def _report(
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
     from halfstep.report.ranks.compare import hours_text, row_hours
+    from halfstep.report.theme import uses_colour
 
     files = [("data", where / RESULT)]
     missing = ""
@@ -308,7 +308,7 @@ def _report(
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else WIDTH
-        colour = terminal and not os.environ.get("NO_COLOR")
+        colour = uses_colour(sys.stdout)
         text = as_text(comparison, files, results, colour=colour, width=width)
         click.echo(text if budget is None else f"{text}\n\n{hours_text(comparison, budget)}")
     if missing:

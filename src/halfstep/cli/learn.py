@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -280,10 +279,11 @@ def _progress(as_json: bool) -> None:
 
 def _page() -> Page:
     from halfstep.report.learn.text import WIDTH, Page
+    from halfstep.report.theme import uses_colour
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
-    return Page(width, colour=terminal and not os.environ.get("NO_COLOR"))
+    return Page(width, colour=uses_colour(sys.stdout))
 
 
 def _record(write: Callable[[], None]) -> None:

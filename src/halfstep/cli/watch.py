@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,8 +53,9 @@ def command(run: Path, html: Path | None, once: bool, interval: float, as_json: 
     from rich.console import Console
 
     from halfstep.report.numerics.text import render_view
+    from halfstep.report.theme import console_options
 
-    console = Console(highlight=False)
+    console = Console(**console_options(sys.stdout))
     if once or not console.is_terminal:
         console.print(render_view(_read(path), console))
         return

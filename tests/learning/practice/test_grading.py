@@ -3,6 +3,7 @@
 import pytest
 
 import practice_scripts as scripts
+import practice_styles as styles
 from halfstep.learning.practice.grading import grade_practice, judge, run_specs
 from halfstep.learning.practice.launch import measure
 from halfstep.learning.practice.record import RunSpec
@@ -11,10 +12,12 @@ from halfstep.learning.practice.tasks import TASKS
 
 CASES = {f"{task}-{name}": (task, text, set()) for task, name, text in scripts.RIGHT}
 CASES |= {f"{task}-{name}": (task, text, rows) for task, name, rows, text in scripts.WRONG}
+CASES |= {f"{task}-{name}": (task, text, set()) for task, name, text in styles.RIGHT}
+CASES |= {f"{task}-{name}": (task, text, rows) for task, name, rows, text in styles.WRONG}
 CASES |= {f"{t.number}-starter": (t.number, starter(t.number, t.title, t.file), None) for t in TASKS}
 # One mistake of each kind; the rest is slow.
 QUICK = [
-    "1-speed", "2-clip", "2-clip_without_unscale", "2-step_without_scaler", "2-backward_under_autocast", "3-skip", "3-no_update",
+    "1-speed", "2-clip", "2-clip_without_unscale", "2-clip_value", "2-step_without_scaler", "2-backward_under_autocast", "3-skip", "3-no_update",
     "4-unstable", "5-bf16_is_more_precise",
 ]  # fmt: skip
 _SECONDS = 60.0
