@@ -1,5 +1,11 @@
 """A student's path, scripted: every practice by right scripts, by each mistake of the lesson, and by files that are no scripts."""
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 import practice_scripts as scripts
@@ -138,3 +144,25 @@ def test_the_readers_files_are_left_alone(tmp_path, monkeypatch):
     assert run.output.split() == ["7"]
     assert (tmp_path / "data.txt").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {"data.txt", "settings.py", "script.py"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_script_too(tmp_path):
+    """The script is in a session of its own; the command ends it before it exits with 130."""
+    script, pid = tmp_path / "sleeps.py", tmp_path / "pid"
+    script.write_text(
+        f"import os, time\nfrom pathlib import Path\nPath({str(tmp_path / 'new')!r}).write_text(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(pid)!r})\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "halfstep", "learn", "practice", "2", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not pid.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # to the command alone, as `kill -INT` does
+    assert process.communicate(timeout=60) == ("", "halfstep: interrupted.\n")
+    assert process.returncode == 130
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid.read_text()}").exists():  # it may be a zombie for a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
