@@ -52,3 +52,27 @@ def test_every_command_ends_with_a_message_and_a_code(error, code, monkeypatch, 
     text = capsys.readouterr().err
     assert text.startswith("halfstep: ")
     assert "Traceback" not in text
+
+
+def test_torchrun_gets_the_message_of_our_errors_without_a_traceback(tmp_path, monkeypatch):
+    """Its summary prints what it gets; an unexpected error keeps its traceback."""
+    import json
+
+    from halfstep.cli.failures import report_to_launcher
+    from halfstep.errors import SettingError
+
+    def fail(kind):
+        raise kind("lower the batch")
+
+    texts = {}
+    for kind in (SettingError, ValueError):
+        file = tmp_path / f"{kind.__name__}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        try:
+            fail(kind)
+        except kind as error:
+            report_to_launcher(error)
+        texts[kind] = json.dumps(json.loads(file.read_text()))
+    assert all("lower the batch" in text for text in texts.values())
+    assert "Traceback" not in texts[SettingError]
+    assert "Traceback" in texts[ValueError]

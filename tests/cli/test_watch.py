@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from halfstep.checkpoint.runlog import RunLog
+from halfstep.cli import main
 
 
 @pytest.fixture
@@ -69,3 +70,17 @@ def test_a_summary_as_json(run):
     code, _, err = watch(run, "--json", "--once")
     assert code == 2
     assert "remove --html and --once" in err
+
+
+def test_ctrl_c_closes_the_view_with_one_line(run, monkeypatch, capsys):
+    """Exit code 130; the line states that the run is not affected."""
+
+    def press(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    monkeypatch.setattr("time.sleep", press)
+    with pytest.raises(SystemExit) as stop:
+        main(["watch", str(run)])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "halfstep: view closed; the run is not affected.\n"

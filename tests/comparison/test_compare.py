@@ -1,6 +1,7 @@
 """`halfstep.compare()`, up to where processes start."""
 
 import dataclasses
+import signal
 import sys
 import types
 
@@ -107,10 +108,12 @@ def test_a_single_string_is_a_list_of_one(tmp_path):
             public("digits", out=tmp_path / "out", **arguments)
 
 
-def test_a_stop_before_anything_was_measured_leaves_nothing(tmp_path, monkeypatch):
-    """The output directory is removed, so that the same command works again."""
-    monkeypatch.setattr(StopRequest, "__bool__", lambda _: True)
-    with pytest.raises(SettingError, match="stopped before anything was measured"):
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SettingError), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_stop_before_anything_was_measured_leaves_nothing(tmp_path, monkeypatch, number, error):
+    """The output directory is removed, so that the same command works again; Ctrl-C is passed on as what it is."""
+    start = StopRequest.__enter__
+    monkeypatch.setattr(StopRequest, "__enter__", lambda stop: (setattr(stop, "signal", number), start(stop))[1])
+    with pytest.raises(error, match="stopped before anything was measured"):
         public(str(write_job(tmp_path)), ["fp32"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -12,7 +12,7 @@ from halfstep.errors import MissingError
 from halfstep.planning.ledger import CATEGORIES
 from halfstep.report import page
 from halfstep.report.page import build_plots, page_values, render_page
-from halfstep.report.plot_curves import thin
+from halfstep.report.plots.curves import thin
 
 NASTY = '</script><script>alert("x")</script><!-- &amp; '
 

@@ -64,3 +64,22 @@ def test_end_of_the_search_is_not_the_largest_batch():
     assert f"{largest.batch} or more" in render_plan_page(roomy)
     assert "or more (end of the search)" in batch_text(FoundBatch(largest.batch, "fp32", largest, confirmed=False))
     assert "or more" not in as_text(plan(small_job(), 64, precision=("fp32",), memory="1GiB"))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_a_table_fits_its_terminal(width):
+    """Headings are broken first, then columns follow in a further table; every cell is there once, next to its row's name."""
+    head = ["precision", "peak", "model state", "activations", "one GPU", "min GPUs", "largest micro-batch"]
+    rows = [[name, *(f"{name[-1]}{i}.25" for i in range(6))] for name in ("fp32", "bf16-lean")]
+    text = table(head, rows, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert all(text.count(cell) == 1 for row in rows for cell in row[1:])
+    assert all(word in text for heading in head for word in heading.split())
+    for line in text.splitlines():
+        cells = line.split()
+        assert not any(cell in row[1:] for row in rows for cell in cells if cells[0] != row[0])
+
+
+def test_a_wide_cell_is_not_cut():
+    """A table of two columns stays as wide as it has to be."""
+    assert "x" * 90 in table(["a", "b"], [["c", "x" * 90]], 40)

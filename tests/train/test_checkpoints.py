@@ -117,3 +117,18 @@ def test_a_directory_without_permission_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     with pytest.raises(SettingError, match="no permission to write to"):
         check_out(tmp_path / "new" / "run")
+
+
+def test_a_directory_in_which_nothing_can_be_created_is_rejected(tmp_path, monkeypatch):
+    """Permission is not enough in /proc or on a full disk: the reason is the system's, and nothing is left behind."""
+    check_out(tmp_path / "new" / "run")
+    assert not list(tmp_path.iterdir())
+
+    def fail(**options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", fail)
+    with pytest.raises(
+        SettingError, match=r"nothing can be created in .* \(No space left on device\); pass another --out"
+    ):
+        check_out(tmp_path / "new" / "run")

@@ -97,7 +97,12 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
         rank,
         world_size,
         local_rank,
-        _number(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, world_size if not local else 1)),
+        # DeepSpeed's launcher sets LOCAL_SIZE instead.
+        _number(
+            env,
+            "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "LOCAL_SIZE",
+            max(local_rank + 1, world_size if not local else 1),
+        ),
         env.get("MASTER_ADDR") or LOCALHOST,
         _number(env, "MASTER_PORT", _PORT),
         _number(env, "TORCHELASTIC_RESTART_COUNT", 0),

@@ -72,6 +72,8 @@ def read_baseline(file: Path) -> Baseline:
 
 def write_baseline(file: Path, results: Iterable[FileResult]) -> int:
     """Write the findings of a check as a baseline; returns how many there are."""
+    if file.is_dir():  # an empty name is the current directory
+        raise HalfstepError(f"Cannot write the baseline {str(file)!r}: it is a directory. Pass a file name.")
     folder = file.absolute().parent
     counts = Counter(_known(f, result.source, folder) for result in results for f in result.findings)
     tree: dict[str, dict[str, dict[str, int]]] = {}

@@ -178,7 +178,10 @@ def read_runlog(path: str | Path) -> Run:
     lines = _lines(path)
     _, header, torn = next(lines, (0, None, True))
     if header is None:
-        raise SettingError(f"{path} has no complete first line: the run died during start-up. Delete the file.")
+        raise SettingError(
+            f"{path} has no complete first line: not a run file, or its run died during start-up. Check the path, or start the "
+            "run again in another --out."
+        )
     _require_run_header(path, header)
     records: list[Record] = []
     resumes: list[Record] = []

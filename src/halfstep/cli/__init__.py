@@ -60,8 +60,8 @@ class _Lazy(click.Group):
         """Run a command; errors that have a known remedy become a HalfstepError."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            sys.stderr.write("halfstep: interrupted.\n")
+        except KeyboardInterrupt as interrupt:
+            sys.stderr.write(f"halfstep: {str(interrupt) or 'interrupted.'}\n")
             sys.exit(_INTERRUPTED)
         except (MemoryError, OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             if isinstance(error, HalfstepError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from halfstep.cli.options import FilePath
 
 if TYPE_CHECKING:
     from halfstep.check.options import Options
@@ -41,14 +42,29 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
 @click.option("--json", "as_json", is_flag=True, help="Same as --format json.")
 @click.option("--statistics", is_flag=True, help="Show how often each rule has findings instead of the findings.")
 @click.option("--exit-zero", is_flag=True, help="Exit with 0 even if there are findings.")
-@click.option("--baseline", metavar="FILE", help="Report only findings that this baseline does not have.")
-@click.option("--write-baseline", metavar="FILE", help="Write the current findings to a baseline and exit.")
+@click.option(
+    "--baseline",
+    type=FilePath(path_type=str),
+    metavar="FILE",
+    help="Report only findings that this baseline does not have.",
+)
+@click.option(
+    "--write-baseline",
+    type=FilePath(path_type=str),
+    metavar="FILE",
+    help="Write the current findings to a baseline and exit.",
+)
 @click.option(
     "--respect-gitignore/--no-respect-gitignore", default=None, help="Skip files that git ignores (default: yes)."
 )
 @click.option("--force-exclude", is_flag=True, help="Treat named files like those of a directory, for hooks.")
 @click.option("--no-cache", is_flag=True, help="Neither read nor write results of earlier runs.")
-@click.option("--cache-dir", metavar="DIR", help="Directory of the cache (default: .halfstep_cache in the project).")
+@click.option(
+    "--cache-dir",
+    type=FilePath(path_type=str),
+    metavar="DIR",
+    help="Directory of the cache (default: .halfstep_cache in the project).",
+)
 @click.option(
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
@@ -155,13 +171,10 @@ def command(
         respect_gitignore=respect_gitignore,
         force_exclude=force_exclude,
     )
-    try:
-        if from_stdin:
-            outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=changes)
-        else:
-            outcome = _check(paths, options, None if no_cache else cache_dir or "", fix=changes, write=fix)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if from_stdin:
+        outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=changes)
+    else:
+        outcome = _check(paths, options, None if no_cache else cache_dir or "", fix=changes, write=fix)
     if write_baseline is not None:
         _write_baseline(outcome, write_baseline)
         return
@@ -190,8 +203,16 @@ def _check(paths: tuple[str, ...], options: Options, cache_dir: str | None, *, f
     """Check files and folders; `cache_dir` is None for no cache, and empty for the default one."""
     from halfstep.check.cache import open_cache
     from halfstep.check.session import check_paths
+    from halfstep.errors import SettingError
 
     cache = None
+    if cache_dir:  # the default directory may be unusable; one that was asked for may not
+        try:
+            Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(
+                f"--cache-dir {cache_dir} cannot be used: {error.strerror or error}. Pass another directory, or --no-cache."
+            ) from error
     if cache_dir is not None and not fix:
         cache = open_cache(Path(cache_dir) if cache_dir else None, options)
     return check_paths(paths or (".",), options, fix=fix, write=write, limit=True, cache=cache)
@@ -231,9 +252,10 @@ def _standard_input() -> bytes:
 
 def _show(outcome: Outcome, style: str, *, statistics: bool, to_stderr: bool = False) -> None:
     from halfstep.report.check_formats import render
+    from halfstep.report.theme import uses_colour
 
     stream = sys.stderr if to_stderr else sys.stdout
-    colour = stream.isatty() and not os.environ.get("NO_COLOR")
+    colour = uses_colour(stream)
     text = render(outcome, style, statistics=statistics, colour=colour)
     if text:
         click.echo(_printable(text, stream.encoding), err=to_stderr)

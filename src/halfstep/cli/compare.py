@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.options import data_option
+from halfstep.cli.options import FilePath, data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -61,21 +60,19 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="Set seed, max_norm, warmup, device, timeout or gpu (whose peak a CPU predicts); may be repeated.",
 )
 @data_option
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
-)
+@click.option("--out", type=FilePath(), metavar="DIR", help="Output directory (default: a new one under runs/).")
 @click.option("--force", is_flag=True, help="Replace an earlier comparison in --out.")
 @click.option(
     "--from",
     "folders",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="DIR",
     help="Run nothing; report on the runs in this directory; may be repeated.",
 )
 @click.option(
     "--resume",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="DIR",
     help="Finish the interrupted comparison in this directory.",
 )
@@ -290,6 +287,7 @@ def _report(
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
     from halfstep.report.ranks.compare import hours_text, row_hours
+    from halfstep.report.theme import uses_colour
 
     files = [("data", where / RESULT)]
     missing = ""
@@ -310,7 +308,7 @@ def _report(
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else WIDTH
-        colour = terminal and not os.environ.get("NO_COLOR")
+        colour = uses_colour(sys.stdout)
         text = as_text(comparison, files, results, colour=colour, width=width)
         click.echo(text if budget is None else f"{text}\n\n{hours_text(comparison, budget)}")
     if missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import textwrap
 from dataclasses import asdict
 
 import click
@@ -28,12 +29,18 @@ def command(topic: tuple[str, ...], as_json: bool) -> None:
     """
     if not topic:
         titles = {name: make().title for name, make in TOPICS.items()}
-        lines = [f"  {name:20} {title}" for name, title in titles.items()]
-        rules = "Rules of `halfstep check` by code or name, e.g. HS104; docs/rules.md lists them all."
+        width = _width()
+        lines = [
+            textwrap.fill(f"  {name:20} {title}", width, subsequent_indent=" " * 23, break_on_hyphens=False)
+            for name, title in titles.items()
+        ]
+        rules = textwrap.fill(
+            "Rules of `halfstep check` by code or name, e.g. HS104; docs/rules.md lists them all.", width
+        )
         click.echo(json.dumps(titles, indent=2) if as_json else "\n".join(["Topics:", *lines, "", rules]))
         return
     words = " ".join(topic)
-    width = min(shutil.get_terminal_size((88, 24)).columns, 100)
+    width = _width()
     if re.fullmatch(r"hs\d+", words.strip(), re.IGNORECASE) or not _is_topic(words):
         text = _rule(words, width, as_json=as_json)
         if text is not None:
@@ -43,6 +50,10 @@ def command(topic: tuple[str, ...], as_json: bool) -> None:
 
     explanation = explain(words)
     click.echo(json.dumps(asdict(explanation), indent=2) if as_json else render_topic(explanation, width))
+
+
+def _width() -> int:
+    return max(40, min(shutil.get_terminal_size((88, 24)).columns, 100))
 
 
 def _is_topic(words: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from halfstep.cli.options import FilePath
 from halfstep.cli.requirements import require_packages
 from halfstep.hardware.units import bytes_text
 
@@ -14,11 +15,11 @@ __all__ = ["command"]
 
 
 @click.command("export")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=FilePath())
 @click.option("--dtype", default="fp32", show_default=True, metavar="fp32|bf16", help="fp32 writes the master weights.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE",
     help="File to write (default: RUN/weights-DTYPE.safetensors).",
 )

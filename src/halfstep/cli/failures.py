@@ -6,8 +6,11 @@ hide what to do about them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+from pathlib import Path
 
 from halfstep.errors import HalfstepError
 
@@ -49,4 +52,16 @@ def report_to_launcher(error: BaseException) -> str:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
+        if isinstance(error, HalfstepError):
+            _shorten_record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), str(error))
     return f"[rank {launch.rank}] " if launch.world_size > 1 else ""
+
+
+def _shorten_record(file: Path, message: str) -> None:
+    """Put the message in place of the traceback, which torchrun's summary prints and which hides what to do."""
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # another version of torch may write it differently
+        record = json.loads(file.read_text(encoding="utf-8"))
+        record["message"]["extraInfo"]["py_callstack"] = message
+        file.write_text(json.dumps(record), encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from halfstep.cli.options import FilePath
 from halfstep.cli.requirements import require_packages
 from halfstep.errors import SettingError
 
@@ -198,7 +198,7 @@ def _show_question(number: int, *, as_json: bool) -> None:
 @click.argument(
     "script", required=False, type=click.Path(exists=True, dir_okay=False, readable=True), metavar="[SCRIPT]"
 )
-@click.option("-o", "--output", metavar="FILE", help="Where to write the starter file.")
+@click.option("-o", "--output", type=FilePath(path_type=str), metavar="FILE", help="Where to write the starter file.")
 @click.option(
     "--seconds", type=click.FloatRange(min=1), metavar="S", help="Time limit of each run of the script (default 60)."
 )
@@ -245,11 +245,13 @@ def _write_starter(number: int, output: str | None, *, as_json: bool) -> None:
 
 def _grade_practice(number: int, script: str, seconds: float | None, *, as_json: bool) -> None:
     from halfstep.hardware.torch_build import require_torch
-    from halfstep.learning.practice.grading import SECONDS, grade_practice, read_script
+    from halfstep.learning.practice.grading import EXPLAIN, SECONDS, grade_practice, read_script
     from halfstep.learning.progress import record_practice
     from halfstep.report.learn.practice import grade_data, render_grade
 
     path = Path(script)
+    if path.suffix != ".py" and number != EXPLAIN:
+        raise click.UsageError(f"{script} is not a Python file; task {number} grades a script, whose name ends in .py.")
     try:
         read_script(path)
     except SettingError as error:
@@ -277,10 +279,11 @@ def _progress(as_json: bool) -> None:
 
 def _page() -> Page:
     from halfstep.report.learn.text import WIDTH, Page
+    from halfstep.report.theme import uses_colour
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
-    return Page(width, colour=terminal and not os.environ.get("NO_COLOR"))
+    return Page(width, colour=uses_colour(sys.stdout))
 
 
 def _record(write: Callable[[], None]) -> None:

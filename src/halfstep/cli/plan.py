@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.options import data_option
+from halfstep.cli.options import FilePath, data_option
+from halfstep.cli.outputs import check_file
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ __all__ = ["command"]
 )
 @click.option(
     "--record",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE",
     help="Take rates from a comparison.json of `halfstep compare` on the same GPU.",
 )
@@ -83,7 +84,7 @@ __all__ = ["command"]
 @click.option(
     "--verify", is_flag=True, help="Also run the step on this machine's GPU and compare predicted with measured memory."
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the plan as an HTML page.")
+@click.option("--html", type=FilePath(), metavar="FILE", help="Also write the plan as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     target: str | None,
@@ -142,8 +143,14 @@ def command(
         raise SettingError(
             "--epochs needs measured speed, which is never guessed: pass either --record FILE or --rate."
         )
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
+    if bandwidth is not None and not bandwidth > 0:
+        raise SettingError(f"--bandwidth {bandwidth:g} must be above 0, in GB/s.")
+    if html is not None:
+        check_file("--html", html)
+    if record is not None:
+        from halfstep.planning.ranks.hours import read_machines
+
+        read_machines(record)  # the plan, before which its model is unknown, takes seconds
     from halfstep.engine.recompute import parse_recompute
     from halfstep.jobs.targets import load_target
     from halfstep.planning.trace import StepOptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 
@@ -15,6 +14,7 @@ from halfstep.hardware.measure import Measured, confirm, measure_matmuls
 from halfstep.hardware.probe import find_gpu, probe
 from halfstep.precision.choice import choose
 from halfstep.report.probe import as_data, as_text
+from halfstep.report.theme import uses_colour
 
 __all__ = ["command"]
 
@@ -51,5 +51,5 @@ def command(gpu: str | None, measure: bool, as_json: bool) -> None:
         return
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 100
-    colour = terminal and not os.environ.get("NO_COLOR")
+    colour = uses_colour(sys.stdout)
     click.echo(as_text(hardware, choice, measured, statements, advisories, colour=colour, width=width))

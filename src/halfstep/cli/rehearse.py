@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.options import data_option
+from halfstep.cli.options import FilePath, data_option
+from halfstep.cli.outputs import check_file
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ _CONFIRM_STEPS, _CONFIRM_REPEATS = 50, 2
 @click.option("--confirm", is_flag=True, help="Also train in fp32, fp16 and the proposal, and compare them.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="DIR",
     help="Directory of --confirm (default: a new one under runs/).",
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page with heat maps.")
+@click.option("--html", type=FilePath(), metavar="FILE", help="Also write an HTML page with heat maps.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     target: str | None,
@@ -68,8 +69,14 @@ def command(
     require_packages("halfstep rehearse", "numpy", *(["jinja2"] if html is not None else []))
     if out is not None and not confirm:
         raise SettingError("--out has no effect without --confirm, which trains; add it or remove --out.")
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
+    if html is not None:
+        check_file("--html", html)
+    if out is not None:
+        from halfstep.comparison.compare import prepare_out
+        from halfstep.train.checkpoints import check_out
+
+        check_out(out)
+        prepare_out(out, force=False)
     from halfstep.backends.launch import reject_distributed_launch
     from halfstep.rehearsal import rehearse
 

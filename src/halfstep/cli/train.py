@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.options import data_option
+from halfstep.cli.options import FilePath, data_option
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 )
 @click.option(
     "--ds-config",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE",
     help="DeepSpeed configuration: ZeRO, and unless set here the precision, clipping and accumulation.",
 )
@@ -64,9 +64,7 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="Also log to wandb, mlflow or trackio; may be repeated (TensorBoard: automatic if installed).",
 )
 @click.option("--resume", is_flag=True, help="Resume the run in --out.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
-)
+@click.option("--out", type=FilePath(), metavar="DIR", help="Output directory (default: a new one under runs/).")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress.")
 def command(
     target: str | None,

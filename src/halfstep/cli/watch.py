@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from halfstep.cli.options import FilePath
+from halfstep.cli.outputs import check_file
 
 if TYPE_CHECKING:
     from halfstep.report.numerics.view import RunView
@@ -18,8 +22,8 @@ _READING = 5  # times as long as reading a run file takes is waited at least bef
 
 
 @click.command("watch")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the view as a page and exit.")
+@click.argument("run", type=FilePath())
+@click.option("--html", type=FilePath(), metavar="FILE", help="Write the view as a page and exit.")
 @click.option("--once", is_flag=True, help="Print the view once and exit.")
 @click.option(
     "--interval", type=click.FloatRange(min=0.1), default=2.0, metavar="S", help="Seconds between updates (2)."
@@ -42,14 +46,16 @@ def command(run: Path, html: Path | None, once: bool, interval: float, as_json: 
         _print_json(path, html, once=once)
         return
     if html is not None:
+        check_file("--html", html)
         write_page(path, html)
         click.echo(f"written {html}")
         return
     from rich.console import Console
 
     from halfstep.report.numerics.text import render_view
+    from halfstep.report.theme import console_options
 
-    console = Console(highlight=False)
+    console = Console(**console_options(sys.stdout))
     if once or not console.is_terminal:
         console.print(render_view(_read(path), console))
         return
@@ -66,7 +72,7 @@ def command(run: Path, html: Path | None, once: bool, interval: float, as_json: 
                     return
                 time.sleep(max(interval, _READING * (time.perf_counter() - started)))
     except KeyboardInterrupt:
-        return
+        raise KeyboardInterrupt("view closed; the run is not affected.") from None
 
 
 def _run_file(run: Path) -> Path:

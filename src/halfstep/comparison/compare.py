@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from halfstep.comparison.gate import parse_gate
@@ -128,7 +129,8 @@ def _run(
                     with contextlib.suppress(OSError):
                         path.rmdir()
     if not (out / SURVEY).exists():
-        raise SettingError("The comparison was stopped before anything was measured.")
+        message = "The comparison was stopped before anything was measured."
+        raise KeyboardInterrupt(message) if stop.signal is Signals.SIGINT else SettingError(message)
     signal = None if stop.signal is None else stop.signal.name
     comparison = read_comparison([out], stopped_by=signal)
     (out / RESULT).write_text(json.dumps(comparison.as_dict(), indent=1) + "\n", encoding="utf-8")

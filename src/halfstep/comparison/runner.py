@@ -35,6 +35,7 @@ from halfstep.comparison.spec import ChildSpec, TrialSpec
 from halfstep.comparison.survey import Survey, write_survey
 from halfstep.comparison.variant import Variant
 from halfstep.errors import HalfstepError, MissingError, SettingError
+from halfstep.events import log_warning
 from halfstep.hardware.host import available_memory_bytes
 
 __all__ = ["Observer", "Runner", "SilentObserver"]
@@ -266,6 +267,11 @@ class Runner:
 
     def _wrap_up(self, active: list[_ActiveRun]) -> None:
         """Let runs that were interrupted write what they have; a second signal ends this too."""
+        if any(run.process.is_busy for run in active):
+            log_warning(
+                f"Stopping: runs finish their turn of up to {max(self.settings.slices())} steps and write what they have. Ctrl-C once "
+                "more stops at once; --resume then repeats these runs."
+            )
         for run in active:
             if len(run.turns) < len(self.settings.slices()) and not Path(run.spec.out).exists():
                 run.process.ask("wrap", patient=True)

@@ -176,6 +176,8 @@ def _failed(label: str, error: BaseException) -> HalfstepError:
     """An error for user code that raised while it was loaded: type, message and line, without a traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return SettingError(f"{label} is not valid Python at {error.filename}:{error.lineno}: {error.msg}.")
+    if isinstance(error, SyntaxError):  # null bytes have no line
+        return SettingError(f"{label} is not valid Python: {error.msg or error}.")
     if isinstance(error, SystemExit):
         return SettingError(
             f"{label} exited while it was loaded{user_line(error)} (exit {error.code!r}); "

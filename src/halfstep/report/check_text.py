@@ -8,10 +8,11 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import SEVERITIES, Finding
 from halfstep.check.session import Outcome
 from halfstep.hardware.units import count_text
+from halfstep.report.theme import BAD, CAUTION, STRONG, paint
 
 __all__ = ["as_concise", "as_text", "place_of", "summary"]
 
-_COLOURS = {"error": "31", "warning": "33", "advice": "36"}
+_STYLES = {"error": BAD, "warning": CAUTION, "advice": STRONG}
 _NO_WIDTH = "\u200d\ufe0e\ufe0f"  # joiner and variation selectors of emoji
 _WIDTH = 160  # of a source line; longer ones are cropped around the finding
 
@@ -68,8 +69,8 @@ def place_of(finding: Finding) -> str:
 
 
 def _block(finding: Finding, source: Source | None, *, colour: bool) -> str:
-    kind = _paint(f"[{finding.severity}]", _COLOURS[finding.severity], colour=colour)
-    code = _paint(finding.code, "1", colour=colour)
+    kind = paint(f"[{finding.severity}]", _STYLES[finding.severity], colour=colour)
+    code = paint(finding.code, STRONG, colour=colour)
     lines = [f"{place_of(finding)}: {code} {kind} {_clean(finding.message)}"]
     lines += _excerpt(finding, source, colour=colour)
     if finding.instead:
@@ -97,7 +98,7 @@ def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[s
     number = str(finding.line)
     return [
         f"{number:>4} | {line}",
-        f"     | {' ' * _width(_expand(before))}{_paint(carets, _COLOURS[finding.severity], colour=colour)}",
+        f"     | {' ' * _width(_expand(before))}{paint(carets, _STYLES[finding.severity], colour=colour)}",
     ]
 
 
@@ -129,7 +130,3 @@ def _clean(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in keep else "?" for char in text)
-
-
-def _paint(text: str, code: str, *, colour: bool) -> str:
-    return f"\033[{code}m{text}\033[0m" if colour else text

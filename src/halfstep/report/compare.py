@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.hardware.units import bytes_text, seconds_text
+from halfstep.report.theme import BAD, GOOD, STRONG, make_progress_console
 
 if TYPE_CHECKING:
     from halfstep.comparison.gate import GateResult
@@ -18,12 +19,12 @@ __all__ = ["WIDTH", "CompareProgress", "as_text"]
 
 WIDTH = 140
 _STYLES = {
-    "faster": "bold green",
-    "smaller": "bold green",
-    "same": "bold",
-    "slower": "bold",
-    "unfit": "bold",
-    "unknown": "bold red",
+    "faster": f"bold {GOOD}",
+    "smaller": f"bold {GOOD}",
+    "same": STRONG,
+    "slower": STRONG,
+    "unfit": STRONG,
+    "unknown": f"bold {BAD}",
 }
 
 
@@ -31,11 +32,10 @@ class CompareProgress:
     """An observer that draws a progress bar on a terminal, or prints one line per repeat elsewhere."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self.console = Console(stderr=True, highlight=False)
+        self.console = make_progress_console()
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
         self._bar = Bar(*columns, TextColumn("{task.description}"), console=self.console, transient=True)
         self._task = self._bar.add_task("inspecting the machine and the job", total=None)
@@ -94,11 +94,11 @@ def as_text(
     out = io.StringIO()
     console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
     headings, cells, dropped = fit_columns(*table_cells(comparison.rows), min(width, WIDTH))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=STRONG)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
     for row, line in zip(comparison.rows, cells, strict=True):
-        style = "red" if row.status == "failed" else "bold green" if row.label == comparison.verdict.use else ""
+        style = BAD if row.status == "failed" else f"bold {GOOD}" if row.label == comparison.verdict.use else ""
         table.add_row(*(Text(cell) for cell in line), style=style)
     if comparison.rows:  # a comparison that was stopped at once has none
         console.print(table)
@@ -118,7 +118,7 @@ def as_text(
     for note in comparison.notes:
         console.print(Text(f"note: {note}"))
     for gate in gates:
-        console.print(Text(str(gate), style="red" if gate.failed else "green"))
+        console.print(Text(str(gate), style=BAD if gate.failed else GOOD))
     for name, path in files:
         console.print(Text(f"{name:8} {path}"), soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

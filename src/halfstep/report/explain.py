@@ -27,7 +27,7 @@ def render_rule(rule: type[Rule], width: int = 88) -> str:
         if cases and len(cases[0]) < 4000:
             parts.append(label + "\n\n" + textwrap.indent(cases[0].strip("\n"), "    "))
     parts.append("\n".join(["References:", *(f"  {reference}" for reference in rule.references)]))
-    parts.append(f"To suppress a finding, add a comment on its line: # halfstep: ignore[{rule.code}] reason")
+    parts.append(f"To suppress a finding, add a comment on its line:\n\n    # halfstep: ignore[{rule.code}] reason")
     return "\n\n".join(parts)
 
 

@@ -15,9 +15,9 @@ from halfstep.report.html_page import asset, render_html, script_json, script_so
 from halfstep.report.numerics.heat import heat_maps
 from halfstep.report.numerics.view import format_of, rows_of
 from halfstep.report.page_tables import census_tables, environments, summary, truth_table
-from halfstep.report.plot import Plot, Values
-from halfstep.report.plot_bars import census_plot, flops_plot, memory_plot, phases_plot, planned_plot, speed_plot
-from halfstep.report.plot_curves import gap_plot, loss_plot, norm_plot, scale_plot
+from halfstep.report.plots.bars import census_plot, flops_plot, memory_plot, phases_plot, planned_plot, speed_plot
+from halfstep.report.plots.curves import gap_plot, loss_plot, norm_plot, scale_plot
+from halfstep.report.plots.plot import Plot, Values
 
 if TYPE_CHECKING:
     from halfstep.comparison.result import Comparison

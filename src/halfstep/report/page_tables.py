@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.hardware.units import bytes_text, seconds_text
 from halfstep.report.html_table import Table
-from halfstep.report.plot import NUM_ROW_COLOURS
+from halfstep.report.plots.plot import NUM_ROW_COLOURS
 
 if TYPE_CHECKING:
     from halfstep.comparison.estimate import Estimate

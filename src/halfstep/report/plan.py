@@ -29,19 +29,28 @@ __all__ = [
 ]
 
 MAX_MODULES = 10
+WIDTH = 100  # outside a terminal
+Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
-def as_text(plan: Plan, width: int = 100) -> str:
-    """The whole plan for a terminal."""
-    parts = [_title(plan), _summary(plan)]
-    if any(entry.answers for entry in plan.entries):
-        parts += [_gpus(plan), *(captioned(*item) for item in rank_tables(plan))]
+def as_text(plan: Plan, width: int = WIDTH) -> str:
+    """The whole plan for a terminal of `width` columns."""
+    parts = [_wrap(_title(plan), width), table(*_summary(plan), width)]
+    tables = [_gpus(plan), *rank_tables(plan)] if any(entry.answers for entry in plan.entries) else []
     if plan.budget is not None:
-        parts.append(captioned(*hours_table(plan)))
-    parts += [_categories(plan), _modules(plan.entries[0]), _uncertainty(plan)]
-    notes = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in plan.notes]
-    parts.append("\n".join(notes))
+        tables.append(hours_table(plan))
+    tables += [_categories(plan), _modules(plan.entries[0])]
+    parts += [captioned(*item, width) for item in tables if item[-1]]
+    parts += [_wrap(_uncertainty(plan), width), _wrap("\n".join(f"- {note}" for note in plan.notes), width)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _wrap(text: str, width: int) -> str:
+    """Each line wrapped, the rest of an item of a list indented."""
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="  " if line.startswith("- ") else "", break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -58,7 +67,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: Plan) -> tuple[list[str], list[list[str]]]:
     head = [
         "precision",
         "peak",
@@ -91,7 +100,7 @@ def _summary(plan: Plan) -> str:
                 largest,
             ]
         )
-    return table(head, rows)
+    return head, rows
 
 
 def largest_text(entry: Entry) -> str:
@@ -101,12 +110,12 @@ def largest_text(entry: Entry) -> str:
     return f"{entry.largest.batch}{' or more' if entry.largest.at_end else ''} x {entry.accumulate}"
 
 
-def _gpus(plan: Plan) -> str:
+def _gpus(plan: Plan) -> Table:
     strategies = [a.strategy for a in plan.entries[0].answers]
     rows = [[entry.precision, *map(count_text, entry.answers)] for entry in plan.entries]
     limit = f" (at most {plan.gpus})" if plan.gpus else ""
     title = f"By strategy: minimum GPUs{limit} x examples per GPU{in_micro_batches(plan)} (limiting category)"
-    return f"{title}\n" + table(["precision", *strategies], rows)
+    return title, ["precision", *strategies], rows
 
 
 def count_text(answer: Answer) -> str:
@@ -118,9 +127,9 @@ def count_text(answer: Answer) -> str:
     return f"{answer.num_gpus} x {answer.micro_batch} ({answer.decides})"
 
 
-def captioned(title: str, head: list[str], rows: list[list[str]]) -> str:
+def captioned(title: str, head: list[str], rows: list[list[str]], width: int = WIDTH) -> str:
     """A table under its title."""
-    return f"{title}\n" + table(head, rows)
+    return f"{_wrap(title, width)}\n{table(head, rows, width)}"
 
 
 def in_micro_batches(plan: Plan) -> str:
@@ -128,21 +137,19 @@ def in_micro_batches(plan: Plan) -> str:
     return ", without accumulation" if plan.accumulate == 1 else f" in each of {plan.accumulate} micro-batches"
 
 
-def _categories(plan: Plan) -> str:
+def _categories(plan: Plan) -> Table:
     names = in_order(name for entry in plan.entries for name in entry.estimate.peak.breakdown)
     rows = [[name, *(gib_text(e.estimate.peak.breakdown.get(name, 0)) for e in plan.entries)] for name in names]
     rows.append(["sum = peak", *(gib_text(e.peak_bytes) for e in plan.entries)])
     rows.append(["reserved by torch", *(gib_text(e.estimate.peak.reserved) for e in plan.entries)])
-    return "Peak memory by category\n" + table(["category", *(e.precision for e in plan.entries)], rows)
+    return "Peak memory by category", ["category", *(e.precision for e in plan.entries)], rows
 
 
-def _modules(entry: Entry) -> str:
+def _modules(entry: Entry) -> Table:
     rows = [
         [name, str(count), gib_text(size)] for name, count, size in grouped(entry.estimate.peak.modules)[:MAX_MODULES]
     ]
-    if not rows:
-        return ""
-    return f"Activations in {entry.precision} by module, largest first\n" + table(["module", "count", "total"], rows)
+    return f"Activations in {entry.precision} by module, largest first", ["module", "count", "total"], rows
 
 
 def grouped(modules: Mapping[str, int]) -> list[tuple[str, int, int]]:
@@ -166,9 +173,9 @@ def _uncertainty(plan: Plan) -> str:
         extra = entry.estimate.peak_bytes - entry.estimate.need_bytes
         if extra > 0:
             lines.append(
-                f"- transforms ({gib_text(extra)} more at the peak in {entry.precision}): in IEEE fp32, cuDNN transforms whole images for some\n"
-                "  convolutions if memory allows, and a few more images can switch it on or off; this was never observed with\n"
-                f"  TF32 or 16 bits. Without that memory torch uses another algorithm, and {gib_text(entry.estimate.need_bytes)} are enough."
+                f"- transforms ({gib_text(extra)} more at the peak in {entry.precision}): in IEEE fp32, cuDNN transforms whole images for some "
+                "convolutions if memory allows, and a few more images can switch it on or off; this was never observed with "
+                f"TF32 or 16 bits. Without that memory torch uses another algorithm, and {gib_text(entry.estimate.need_bytes)} are enough."
             )
     if plan.capacity is not None:
         context = gib_text(plan.capacity.context_bytes)
@@ -182,18 +189,42 @@ def _uncertainty(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A plain table: the first column left-aligned, the others right-aligned."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+def table(head: list[str], rows: list[list[str]], width: int = WIDTH) -> str:
+    """A plain table: the first column left-aligned, the others right-aligned.
+
+    If it is wider than `width`, headings are broken at their spaces; if that is not enough, the columns that do not fit
+    follow in a further table with the same first column.
+    """
+    lines = _lines([head], rows)
+    if max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    upper, lower = zip(
+        *((h.partition(" ")[0], h.partition(" ")[2]) if " " in h else ("", h) for h in head), strict=True
+    )
+    heads = [list(upper), list(lower)] if any(upper) else [head]
+    fitting = len(head)
+    while fitting > 2 and max(map(len, _lines([h[:fitting] for h in heads], [row[:fitting] for row in rows]))) > width:
+        fitting -= 1
+    first = "\n".join(_lines([h[:fitting] for h in heads], [row[:fitting] for row in rows]))
+    if fitting == len(head):
+        return first
+    rest = table([head[0], *head[fitting:]], [[row[0], *row[fitting:]] for row in rows], width)
+    return f"{first}\n\n{rest}"
+
+
+def _lines(heads: list[list[str]], rows: list[list[str]]) -> list[str]:
+    """The lines of a table, all as wide as its rule."""
+    widths = [max(len(row[i]) for row in [*heads, *rows]) for i in range(len(heads[0]))]
+    rule = "  " + "-" * (sum(widths) + 2 * (len(widths) - 1))
     lines = []
-    for row in [head, *rows]:
+    for row in [*heads, *rows]:
         cells = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  " + "  ".join(cells).rstrip())
-    lines.insert(1, "  " + "-" * (len(lines[0]) - 2))
-    return "\n".join(lines)
+    lines.insert(len(heads), rule)
+    return lines
 
 
 def as_data(plan: Plan) -> dict[str, Any]:

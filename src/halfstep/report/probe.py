@@ -12,6 +12,7 @@ from halfstep.hardware.measure import Measured
 from halfstep.hardware.probe import Hardware
 from halfstep.hardware.torch_build import torch_version
 from halfstep.precision.choice import Choice
+from halfstep.report.theme import CAUTION, GOOD, STRONG
 
 __all__ = ["as_data", "as_text"]
 
@@ -93,16 +94,16 @@ def as_text(
         console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
 
     def table(*headings: str) -> Table:
-        columns = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        columns = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=STRONG)
         for heading in headings:
             columns.add_column(heading)
         return columns
 
-    write(str(hardware), style="bold")
+    write(str(hardware), style=STRONG)
     for note in hardware.notes:
         write(note, 2)
     write("")
-    write(f"Use {choice.policy}", style="bold green")
+    write(f"Use {choice.policy}", style=f"bold {GOOD}")
     for reason in choice.reasons:
         write(reason, 2)
     write("")
@@ -114,7 +115,7 @@ def as_text(
     console.print(formats)
     if measured:
         write("")
-        write("Measured speed of square matmuls:", style="bold")
+        write("Measured speed of square matmuls:", style=STRONG)
         speeds = table("format", "GFLOP/s", "spread", "runs", "size", "x fp32")
         for m in measured:
             speeds.add_row(m.format, m.speed, f"{m.spread:.0%}", str(m.runs), str(m.size), f"{m.ratio_to_fp32:.2g}")
@@ -123,7 +124,7 @@ def as_text(
             write(statement, 2)
     if advisories:
         write("")
-        write("Known defects of this installation:", style="bold")
+        write("Known defects of this installation:", style=STRONG)
         defects = table("advisory", "affected", "if a program uses")
         for a in advisories:
             defects.add_row(a.id, str(a.affected[0]), Text(a.usage.replace("`", "")))
@@ -133,11 +134,11 @@ def as_text(
 
 
 _STYLES = {
-    "native": "green",
-    "slow": "bold magenta",
-    "emulated": "bold magenta",
+    "native": GOOD,
+    "slow": CAUTION,
+    "emulated": CAUTION,
     "none": "",
-}  # yellow is invisible on white, dim on some blacks
+}
 
 
 def _remark(name: str, support: str, reasons: dict[str, str]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.report.theme import make_progress_console
+
 if TYPE_CHECKING:
     from halfstep.engine.engine import Engine
     from halfstep.train import TrainOutcome
@@ -20,11 +22,10 @@ class Progress:
     """An observer that draws a progress bar on a terminal, or prints one line per epoch elsewhere."""
 
     def __init__(self, total_steps: int | None = None) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self.console = Console(stderr=True, highlight=False)
+        self.console = make_progress_console()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +50,7 @@ class Progress:
 
 
 def check_out(out: Path) -> None:
-    """Raise if `out` cannot be the directory of a run; creates nothing."""
+    """Raise if `out` cannot be the directory of a run; leaves nothing behind."""
     existing = out
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
@@ -57,6 +58,12 @@ def check_out(out: Path) -> None:
         raise SettingError(f"--out {out}: {existing} is not a directory; pass another --out.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise SettingError(f"--out {out}: no permission to write to {existing}; pass another --out.")
+    try:  # permission is not enough in /proc, on a full disk and for root
+        Path(tempfile.mkdtemp(prefix=".halfstep-", dir=existing)).rmdir()
+    except OSError as error:
+        raise SettingError(
+            f"--out {out}: nothing can be created in {existing} ({error.strerror or error}); pass another --out."
+        ) from error
 
 
 class RunCheckpoints:

@@ -245,6 +245,18 @@ def test_workers_follow_the_cores(root):
     assert make(root, num_workers=None)._workers.num_workers >= 1
 
 
+def test_workers_share_the_cores_of_one_machine(monkeypatch):
+    """Ranks on other machines take no core here; without a launcher all ranks are taken to be here."""
+    assert pictures.ranks_here(16) == 16
+    variables = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert [pictures.ranks_here(16), pictures.ranks_here(1), pictures.ranks_here(4)] == [8, 1, 4]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_SIZE", "4")  # DeepSpeed's launcher
+    assert pictures.ranks_here(16) == 4
+
+
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu(root):
     """Pinned pixels are normalized on the device, to the same values as on the CPU."""

@@ -1,8 +1,15 @@
 """A student's path, scripted: every practice by right scripts, by each mistake of the lesson, and by files that are no scripts."""
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 import practice_scripts as scripts
+import practice_styles as styles
 from halfstep.learning.practice.grading import grade_practice, judge, run_specs
 from halfstep.learning.practice.launch import measure
 from halfstep.learning.practice.record import RunSpec
@@ -11,10 +18,12 @@ from halfstep.learning.practice.tasks import TASKS
 
 CASES = {f"{task}-{name}": (task, text, set()) for task, name, text in scripts.RIGHT}
 CASES |= {f"{task}-{name}": (task, text, rows) for task, name, rows, text in scripts.WRONG}
+CASES |= {f"{task}-{name}": (task, text, set()) for task, name, text in styles.RIGHT}
+CASES |= {f"{task}-{name}": (task, text, rows) for task, name, rows, text in styles.WRONG}
 CASES |= {f"{t.number}-starter": (t.number, starter(t.number, t.title, t.file), None) for t in TASKS}
 # One mistake of each kind; the rest is slow.
 QUICK = [
-    "1-speed", "2-clip", "2-clip_without_unscale", "2-step_without_scaler", "2-backward_under_autocast", "3-skip", "3-no_update",
+    "1-speed", "2-clip", "2-clip_without_unscale", "2-clip_value", "2-step_without_scaler", "2-backward_under_autocast", "3-skip", "3-no_update",
     "4-unstable", "5-bf16_is_more_precise",
 ]  # fmt: skip
 _SECONDS = 60.0
@@ -135,3 +144,25 @@ def test_the_readers_files_are_left_alone(tmp_path, monkeypatch):
     assert run.output.split() == ["7"]
     assert (tmp_path / "data.txt").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {"data.txt", "settings.py", "script.py"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_script_too(tmp_path):
+    """The script is in a session of its own; the command ends it before it exits with 130."""
+    script, pid = tmp_path / "sleeps.py", tmp_path / "pid"
+    script.write_text(
+        f"import os, time\nfrom pathlib import Path\nPath({str(tmp_path / 'new')!r}).write_text(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(pid)!r})\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "halfstep", "learn", "practice", "2", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not pid.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # to the command alone, as `kill -INT` does
+    assert process.communicate(timeout=60) == ("", "halfstep: interrupted.\n")
+    assert process.returncode == 130
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid.read_text()}").exists():  # it may be a zombie for a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

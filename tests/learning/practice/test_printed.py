@@ -29,6 +29,13 @@ def test_a_number_that_does_not_follow_the_count_is_none():
     assert not prints_count([("skipped 0", 0), ("skipped 0", 0)])
 
 
+def test_a_count_may_be_a_word():
+    """The line "one step was skipped" is "3 steps were skipped" with another count."""
+    lines = {0: "No step was skipped.", 1: "One step was skipped.", 3: "3 steps were skipped."}
+    assert prints_count([(line, count) for count, line in lines.items()])
+    assert not prints_count([("one step was skipped", count) for count in (0, 1, 3)])
+
+
 def test_a_count_may_be_printed_only_if_there_is_one():
     """Without a skipped step the line may be missing."""
     assert prints_count([("done", 0), ("1 skipped", 1), ("3 skipped", 3)])

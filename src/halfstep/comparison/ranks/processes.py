@@ -73,12 +73,17 @@ class RankProcesses:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer of a rank is outstanding."""
+        return any(child.is_busy for child in self._children)
+
     def ask(self, do: str, *, count: int = 0, patient: bool = False) -> Answer:
         """Send a request to every rank and wait for all; the answer is rank 0's, or the failure that ended the run.
 
         As with one child, waiting raises `Stopped` when the comparison is asked to stop, and a `patient` call waits regardless.
         """
-        if any(child.is_busy for child in self._children):
+        if self.is_busy:
             answer = self._wait(patient=True)
             if answer.failure is not None:
                 return answer

@@ -36,6 +36,7 @@ from halfstep.jobs.data.pictures import (
     decode,
     default_workers,
     num_cores,
+    ranks_here,
     require_pillow,
 )
 from halfstep.jobs.job import SPLITS
@@ -109,7 +110,7 @@ class FolderImages(OrderedLoader):
         split: "train" (shuffled, randomly cropped and flipped) or "val".
         batch_size: images per batch in this process.
         image_size: side of the square output images in pixels.
-        num_workers: decoding processes; by default the CPU cores per process, 1 to 8. 0 decodes in this process.
+        num_workers: decoding processes; by default the CPU cores per process on this machine, 1 to 8. 0 decodes in this process.
         seed: seed of the order, the crops and the flips.
         epoch: the first epoch.
         rank: rank of this process.
@@ -142,7 +143,7 @@ class FolderImages(OrderedLoader):
         order = Order(num_examples, batch_size, split, seed, rank, world_size, drop_last)
         self._normalize = Normalizer(device)
         if num_workers is None:
-            num_workers = default_workers(num_cores(), world_size)
+            num_workers = default_workers(num_cores(), ranks_here(world_size))
         self._mixing = augmentation.mixing if split == "train" else None
         self.decoding = Decoding(max(1, num_workers))
         self._queue: list[tuple[int, list[int]]] = []

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.backends.launch import Launch, read_launch
 from halfstep.errors import MissingError
 from halfstep.jobs.data.augment import RandAugment
 from halfstep.jobs.data.mixing import Mixing
@@ -37,6 +38,7 @@ __all__ = [
     "default_workers",
     "num_cores",
     "random_crop",
+    "ranks_here",
     "require_pillow",
 ]
 
@@ -132,9 +134,18 @@ def collect_before_fork() -> None:
         gc.collect()
 
 
-def default_workers(cores: int, world_size: int, most: int = MAX_WORKERS) -> int:
-    """A fair share of the cores, from 1 to `most`: a decoding process that waits for a core only costs memory."""
-    return max(1, min(most, cores // world_size))
+def default_workers(cores: int, num_ranks: int, most: int = MAX_WORKERS) -> int:
+    """A fair share of the cores of a machine with `num_ranks` processes, from 1 to `most`.
+
+    A decoding process that waits for a core only costs memory.
+    """
+    return max(1, min(most, cores // num_ranks))
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of `world_size` processes share this machine: the launcher's number, or all if no launcher started them."""
+    launch = read_launch() if world_size > 1 else Launch()
+    return launch.local_world_size if launch.world_size == world_size else world_size
 
 
 def num_cores() -> int:

@@ -38,6 +38,7 @@ from halfstep.jobs.data.pictures import (
     decode,
     default_workers,
     num_cores,
+    ranks_here,
     require_pillow,
 )
 from halfstep.jobs.data.shards import CLASSES, Shards, require_webdataset
@@ -58,7 +59,7 @@ class ShardImages(Loader):
         split: "train" (shuffled, randomly cropped and flipped) or "val".
         batch_size: images per batch in this process.
         image_size: side of the square output images in pixels.
-        num_workers: decoding processes, at most one per shard of this rank; by default the CPU cores per process, 1 to 8.
+        num_workers: decoding processes, at most one per shard of this rank; by default the CPU cores per process on this machine, 1 to 8.
         shuffle: examples in the shuffle buffer of each worker.
         seed: seed of the order, the crops and the flips.
         epoch: the first epoch.
@@ -99,7 +100,7 @@ class ShardImages(Loader):
                 f"ranks, or write the data into at least {world_size} shards (webdataset.ShardWriter with a smaller maxcount)."
             )
         if num_workers is None:
-            num_workers = default_workers(num_cores(), world_size)
+            num_workers = default_workers(num_cores(), ranks_here(world_size))
         self._source = _Source(shards, split, batch_size, image_size, shuffle, seed, rank, world_size, augmentation)
         self._num_workers = min(num_workers, max(1, len(files) // world_size))
         self._normalize = Normalizer(device)

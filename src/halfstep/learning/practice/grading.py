@@ -19,7 +19,7 @@ from halfstep.learning.practice.record import Grade, Row, Run, RunSpec, Step
 from halfstep.learning.practice.speed import speed_rows
 from halfstep.learning.practice.tasks import TASKS
 
-__all__ = ["SECONDS", "grade_practice", "judge", "read_script", "run_specs"]
+__all__ = ["EXPLAIN", "SECONDS", "grade_practice", "judge", "read_script", "run_specs"]
 
 SECONDS = 60.0  # for each run of a script
 _LARGE_NORM = 1000.0  # gradients are enlarged to it if the script's own never reach max_norm
@@ -77,7 +77,7 @@ def run_specs(number: int, path: Path) -> list[RunSpec]:
 def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
     """The grade that follows from the script and its runs."""
     task = TASKS[number - 1]
-    if not text.strip() or (not runs and number != _EXPLAIN and _parses(text)):
+    if not text.strip() or (not runs and number != EXPLAIN and _parses(text)):
         row = Row(
             "code",
             "the file has a training script",
@@ -86,7 +86,7 @@ def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
             f"Start from: halfstep learn practice {number}",
         )
         return Grade(number, task.title, (row,))
-    if number == _EXPLAIN:
+    if number == EXPLAIN:
         return Grade(number, task.title, explanation_rows(path, text, runs))
     findings = check_path(path)
     if not runs:
@@ -98,7 +98,7 @@ def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
     return Grade(number, task.title, tuple(rows), findings)
 
 
-_EXPLAIN = 5
+EXPLAIN = 5
 
 
 def _parses(text: str) -> bool:
@@ -136,6 +136,8 @@ def _clip_row(run: Run, enlarged: Run) -> Row:
         large = [(s, limit) for s, limit in steps if _size(s, "true") > limit * (1 + _NEAR)]
         if not large:
             continue
+        if (row := _clipped_by_value([s for s, _ in large], expected)) is not None:
+            return row
         wrong = [(s, limit) for s, limit in large if abs(_size(s, "received") - limit) > limit * _NEAR]
         if not wrong:
             s, limit = large[0]
@@ -148,6 +150,18 @@ def _clip_row(run: Run, enlarged: Run) -> Row:
         return _wrong_clip(observed, s, limit, expected)
     to_do = "Let the loop take at least one step that is not skipped."
     return Row("clipping", expected, "no step was applied whose gradient is known", False, to_do)
+
+
+def _clipped_by_value(steps: Sequence[Step], expected: str) -> Row | None:
+    """The row of a loop that limits elements and leaves a norm above max_norm."""
+    for step in steps:
+        norm = step.received_norm or 0.0
+        if step.clip and step.clip.kind == "value" and norm > step.clip.limit * (1 + _NEAR):
+            measured = f"{norm:.4g}: clip_grad_value_ limits each element to {step.clip.limit:g}, not the norm"
+            return Row(
+                "clipping", expected, measured, False, "Clip with clip_grad_norm_(model.parameters(), max_norm=1.0)."
+            )
+    return None
 
 
 def _wrong_clip(run: Run, step: Step, limit: float, expected: str) -> Row:

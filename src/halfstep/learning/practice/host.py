@@ -32,6 +32,7 @@ __all__ = ["main"]
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
 _POLL_SECONDS = 0.02
+_ENDINGS = {signal.SIGINT, signal.SIGTERM}
 _LONGEST_STRING = 20_000
 
 
@@ -47,11 +48,29 @@ def main(path: str) -> None:
         if not spec["fork"]:
             _execute(run, folder, original)
             return
-        process = os.fork()
-        if process == 0:
-            os.setsid()
-            _execute(run, folder, original)
-        _wait(process, folder, spec["seconds"])
+        _run_apart(run, folder, original, spec["seconds"])
+
+
+def _run_apart(run: RunSpec, folder: Path, original: str, seconds: float) -> None:
+    """Run a script in a process and session of its own; it ends with this one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # none between the fork and what handles it
+    process = os.fork()
+    if process == 0:
+        for number in _ENDINGS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
+        _execute(run, folder, original)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
+        _wait(process, folder, seconds)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # before its session began
+            os.kill(process, signal.SIGKILL)
+        raise
 
 
 def _wait(process: int, folder: Path, seconds: float) -> None:

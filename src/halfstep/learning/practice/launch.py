@@ -19,6 +19,7 @@ from halfstep.learning.practice.record import Run, RunSpec
 __all__ = ["measure"]
 
 _START_SECONDS = 120  # importing torch on a busy machine
+_STOP_SECONDS = 5
 _LONGEST_OUTPUT = 400_000
 
 
@@ -51,15 +52,32 @@ def _host(spec: dict[str, Any], folder: Path, seconds: float) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, "-m", "halfstep.learning.practice.host", str(path)]
     limit = _START_SECONDS + (seconds + 10) * len(spec["runs"]) if spec["fork"] else _START_SECONDS + seconds
+    host = subprocess.Popen(  # noqa: S603
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)  # noqa: S603
+        _, errors = host.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
+        _stop(host)
         Path(spec["runs"][0]["folder"], "status").write_text("timeout")
         return
+    except BaseException:  # Ctrl-C
+        _stop(host)
+        raise
     started = any(Path(run["folder"], "work").exists() for run in spec["runs"])
-    if done.returncode and not started:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if host.returncode and not started:
+        last = (errors.strip().splitlines() or ["no message"])[-1]
         raise SettingError(f"The process that runs the script did not start: {last}")
+
+
+def _stop(host: subprocess.Popen[str]) -> None:
+    """End the host, which ends the script that it runs: a script is in a session of its own, where no Ctrl-C arrives."""
+    host.terminate()
+    try:
+        host.communicate(timeout=_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        host.kill()
+        host.communicate()
 
 
 def _read(folder: Path, seconds: float) -> Run:

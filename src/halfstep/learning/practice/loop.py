@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from halfstep.check.finding import Finding
@@ -171,6 +172,10 @@ def _gradient_row(run: Run, steps: Sequence[Step]) -> Row | None:
         measured = f"it got a gradient of norm {shrunk[0].received_norm:.3g}: max_norm {limit:g} divided by the scale"
         to_do = "Call scaler.unscale_(optimizer) before clip_grad_norm_: it clipped the scaled gradient."
         return Row("gradient", expected, measured, False, to_do)
+    # In a run that diverges, which a script may show on purpose, nothing can be compared any more.
+    measurable = [s for s in measurable if math.isfinite(s.received_norm or 0.0) and math.isfinite(s.true_norm or 0.0)]
+    if not measurable:
+        return None
     ratio = mean_ratio(measurable) or 0.0
     clipped = any(s.clip for s in measurable)
     wrong = [s for s in measurable if s.cosine is not None and s.cosine < 1 - _NEAR and not s.clip]

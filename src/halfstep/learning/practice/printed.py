@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 __all__ = ["named_layer", "numbers", "prints_count"]
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_WORDS = {"no": 0, "none": 0, "zero": 0, "one": 1, "once": 1, "two": 2, "twice": 2, "three": 3, "four": 4, "five": 5}
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 _BAD = re.compile(r"\b(inf|nan)\b|overflow|unstable|non-?finite|not finite|first bad|culprit|65504", re.IGNORECASE)
 
 
@@ -40,7 +42,8 @@ def prints_count(runs: Sequence[tuple[str, int]]) -> bool:
 def _places(output: str) -> dict[tuple[str, int], float]:
     """(line without its numbers, position of a number in it) -> the number, as printed last."""
     result: dict[tuple[str, int], float] = {}
-    for line in re.split(r"[\r\n]+", output):
+    for text in re.split(r"[\r\n]+", output):
+        line = _WORD.sub(lambda match: str(_WORDS[match[0].casefold()]), text)
         # "1 step was skipped" and "2 steps were skipped" are the same line.
         key = re.sub(r"s\b", "", _NUMBER.sub("#", line).casefold().replace("were", "was")).strip()
         for position, value in enumerate(numbers(line)):

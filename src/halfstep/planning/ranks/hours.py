@@ -22,7 +22,7 @@ from halfstep.hardware.probe import find_gpu
 from halfstep.jobs.job import Job
 from halfstep.precision.policy import Policy
 
-__all__ = ["Budget", "Rate", "Record", "count_examples", "make_budget", "parse_rates", "read_record"]
+__all__ = ["Budget", "Rate", "Record", "count_examples", "make_budget", "parse_rates", "read_machines", "read_record"]
 
 RESULT = "comparison.json"
 
@@ -127,16 +127,7 @@ def read_record(path: Path, gpu: str | None, num_params: int) -> Record:
 
     Rates are at the mean time of a step, because slow steps count in a run.
     """
-    file = path / RESULT if path.is_dir() else path
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        records = [_record(values, machine, file) for machine in values["machines"]]
-    except OSError as error:
-        raise SettingError(f"{file} cannot be read: {error.strerror or error}. Check the path.") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingError(
-            f"{file} is not a result of halfstep compare ({type(error).__name__}: {error}); pass its comparison.json."
-        ) from error
+    file, records = read_machines(path)
     machines = " and ".join(record.machine for record in records)
     here = [record for record in records if gpu is None or _model_of(record.machine) == _model_of(gpu)]
     if not here:
@@ -152,6 +143,20 @@ def read_record(path: Path, gpu: str | None, num_params: int) -> Record:
             "Compare this job, or pass --rate."
         )
     return here[0]
+
+
+def read_machines(path: Path) -> tuple[Path, list[Record]]:
+    """The file with the result of a comparison, and its record of each machine."""
+    file = path / RESULT if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return file, [_record(values, machine, file) for machine in values["machines"]]
+    except OSError as error:
+        raise SettingError(f"{file} cannot be read: {error.strerror or error}. Check the path.") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SettingError(
+            f"{file} is not a result of halfstep compare ({type(error).__name__}: {error}); pass its comparison.json."
+        ) from error
 
 
 def _model_of(gpu: str) -> str:

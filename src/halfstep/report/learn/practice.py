@@ -8,7 +8,8 @@ from typing import Any
 from halfstep.hardware.units import count_text
 from halfstep.learning.practice.record import Grade
 from halfstep.learning.practice.tasks import Task
-from halfstep.report.learn.text import GREEN, RED, Page
+from halfstep.report.learn.text import Page
+from halfstep.report.theme import BAD, GOOD
 
 __all__ = ["grade_data", "render_grade", "render_task", "task_data"]
 
@@ -24,16 +25,16 @@ def render_grade(page: Page, grade: Grade, script: str) -> str:
     """The rows, those that failed with what to do."""
     lines = [page.bold(f"Practice {grade.number}: {grade.title}"), page.fill(f"graded: {script}"), ""]
     for row in grade.rows:
-        mark = page.paint("[x]", GREEN) if row.passed else page.paint("[!]", RED)
+        mark = page.paint("[x]", GOOD) if row.passed else page.paint("[!]", BAD)
         lines.append(page.fill(f"{mark} {row.name}: {row.expected}", 4))
         lines.append(page.fill(f"measured: {row.measured}", 14, "    "))
         if row.to_do:
             lines.append(page.fill(f"to do: {row.to_do}", 14, "    "))
     failed = sum(not row.passed for row in grade.rows)
     verdict = (
-        page.paint("passed", GREEN)
+        page.paint("passed", GOOD)
         if grade.passed
-        else f"{page.paint('not passed', RED)}: {failed} of {count_text(len(grade.rows), 'criterion', 'criteria')} not met"
+        else f"{page.paint('not passed', BAD)}: {failed} of {count_text(len(grade.rows), 'criterion', 'criteria')} not met"
     )
     return "\n".join([*lines, "", f"{verdict} ({grade.seconds:.1f} s)."])
 

@@ -14,13 +14,13 @@ from halfstep.learning.progress import NUM_PRACTICES, BoxState, Progress
 from halfstep.learning.questions import QUESTIONS, Question
 from halfstep.learning.quiz import Grade
 from halfstep.learning.units import UNITS, Unit
+from halfstep.report.theme import BAD, GOOD, STRONG, paint
 
 __all__ = ["Page", "boxes_data", "grades_data", "proof_data", "question_data", "unit_data", "units_data"]
 
 WIDTH = 80
 _LABEL = 44  # a longer label gets its own line
 _CONFIRMED = {"measured": "true here", "predicted": "true by prediction", "recorded": "true by recorded facts"}
-BOLD, GREEN, RED = "1", "32", "31"
 
 
 class Page:
@@ -65,7 +65,7 @@ class Page:
                 lines += [self.fill(f"{reading.label}:", 4, "  "), self.fill(str(reading), 6, "      ")]
             else:
                 lines.append(f"  {reading.label:{_LABEL}}  {reading}")
-        word, code = (_CONFIRMED[proof.basis], GREEN) if proof.holds else (f"NOT {_CONFIRMED[proof.basis]}", RED)
+        word, code = (_CONFIRMED[proof.basis], GOOD) if proof.holds else (f"NOT {_CONFIRMED[proof.basis]}", BAD)
         lines.append(f"  -> {self.paint(word, code)} ({proof.experiment}, {proof.seconds:.1f} s)")
         lines.append(self.fill(proof.meaning, 2, "  "))
         return "\n".join(lines)
@@ -94,7 +94,7 @@ class Page:
     def grade(self, grade: Grade) -> str:
         """Whether an answer is right, and the reason."""
         question = grade.question
-        verdict = self.paint("right", GREEN) if grade.right else f"{self.paint('wrong', RED)}, it is {question.answer}"
+        verdict = self.paint("right", GOOD) if grade.right else f"{self.paint('wrong', BAD)}, it is {question.answer}"
         head = f"{question.number}{grade.letter}: {verdict}"
         return head + "\n" + self.fill(f"{question.reason} (halfstep learn quiz --show {question.number})", 3, "   ")
 
@@ -125,7 +125,7 @@ class Page:
         """[x] done, [!] run with a claim that was not true, [ ] not run."""
         if done is None:
             return "[ ]"
-        return self.paint("[x]", GREEN) if done else self.paint("[!]", RED)
+        return self.paint("[x]", GOOD) if done else self.paint("[!]", BAD)
 
     def paragraph(self, text: str) -> str:
         """Prose is wrapped, code is not."""
@@ -145,11 +145,11 @@ class Page:
 
     def bold(self, text: str) -> str:
         """Text in bold, where colour is on."""
-        return self.paint(text, BOLD)
+        return self.paint(text, STRONG)
 
-    def paint(self, text: str, code: str) -> str:
-        """Text with an escape code, where colour is on."""
-        return f"\033[{code}m{text}\033[0m" if self.colour else text
+    def paint(self, text: str, style: str) -> str:
+        """Text in a style of the theme, where colour is on."""
+        return paint(text, style, colour=self.colour)
 
 
 def proof_data(proof: Proof) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfstep.report.numerics.view import KINDS, RunView, TensorRow, worst
+from halfstep.report.theme import STRONG
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -103,7 +104,7 @@ def _tensors(view: RunView, marks: str, console: Console, number: int, separate:
     fits = console.measure(table).maximum + 1 + max(len(span), high - low + 1) <= console.width
     if fits:
         table = _table((*_HEADS, span), [(*_cells(row), bar) for row, bar in zip(rows, bars, strict=True)])
-    yield Text(f"worst tensors at step {view.sampled_at}, in {view.format}", style="bold")
+    yield Text(f"worst tensors at step {view.sampled_at}, in {view.format}", style=STRONG)
     yield table
     if separate and not fits:
         below = [(*_cells(row)[:2], bar) for row, bar in zip(rows, bars, strict=True)]

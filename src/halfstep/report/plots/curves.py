@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.report.html_table import Table, data_table
-from halfstep.report.plot import Plot, Values, row_colour
+from halfstep.report.plots.plot import Plot, Values, row_colour
 
 __all__ = ["gap_plot", "loss_plot", "norm_plot", "scale_plot", "thin"]
 

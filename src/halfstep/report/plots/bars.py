@@ -7,7 +7,7 @@ from typing import Any
 
 from halfstep.report.html_table import data_table
 from halfstep.report.memory_parts import MEMORY_COLOURS, in_order
-from halfstep.report.plot import Plot, Values, row_colour
+from halfstep.report.plots.plot import Plot, Values, row_colour
 
 __all__ = ["census_plot", "flops_plot", "memory_plot", "phases_plot", "speed_plot"]
 
