@@ -240,10 +240,9 @@ def _stepping_engine(script: Script, trace: Trace, index: int) -> Engine | None:
 
 def _is_accumulated(event: Event, engine: Engine) -> bool:
     """Whether a backward is in the `accumulate` block of an engine that a base class or another file creates."""
-    region = event.inside("owned")
-    func = region.node.func if region is not None and isinstance(region.node, ast.Call) else None
-    is_block = isinstance(func, ast.Attribute) and func.attr == "accumulate"
-    return not engine.is_created and is_block and last_name(key_of(func.value)) == engine.name  # type: ignore[union-attr]
+    entered = [key_of(r.node.func) for r in event.regions if isinstance(r.node, ast.Call)]
+    owners = [last_name(key.removesuffix(".accumulate")) for key in entered if key.endswith(".accumulate")]
+    return not engine.is_created and engine.name in owners
 
 
 def _returns(event: Event, loss: str) -> bool:
