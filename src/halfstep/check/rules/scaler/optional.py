@@ -127,9 +127,9 @@ def _creation_flag(script: Script, scaler: Scaler) -> Guard | None:
         if constant(parent.orelse) is not None:
             return None
         # `args.amp and device == "cuda"`: without the option the scaler is None, whatever the device.
-        guards = Conditions(script.outline, scaler.function).guards(parent.test, is_true=True)
+        parts = Conditions(script.outline, scaler.function).guards(parent.test, is_true=True)
         plain = Guard(key_of(parent.test), is_true=True)
-        return plain if plain.text else next(filter(_is_mixed, guards), None)
+        return plain if plain.text else next(filter(_is_mixed, parts), None)
     bindings = script.outline.lookup(scaler.key, scaler.function)
     others = [b for b in bindings if b.value is not scaler.node]
     if not others or not all(b.index is None and b.value is not None and constant(b.value) is None for b in others):
