@@ -123,6 +123,20 @@ def _own_setting(script: Script) -> str:
     return settings[0] if settings else ""
 
 
+_INHERITED = """\
+from base import BaseTrainer
+
+class Trainer(BaseTrainer):
+  def fit(self, loader):
+    for batch in loader:
+        with self.accelerator.accumulate(self.net):
+            loss = self.loss(batch)
+        {second}self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+
+
 class AccumulateEnteredTwice(ScriptRule):
     """accelerator.accumulate is entered twice in one iteration."""
 
@@ -134,13 +148,19 @@ class AccumulateEnteredTwice(ScriptRule):
         "with n accumulation steps the window ends after n/2 iterations, although the loss is divided by n. With two blocks one "
         "after the other and an even n, the first never reaches the end of a window. Pass all models to one call."
     )
-    bad = (_TWO_MODELS.format(contexts="accelerator.accumulate(unet), accelerator.accumulate(text_encoder)"),)
-    good = (_TWO_MODELS.format(contexts="accelerator.accumulate(unet, text_encoder)"),)
+    bad = (
+        _TWO_MODELS.format(contexts="accelerator.accumulate(unet), accelerator.accumulate(text_encoder)"),
+        _INHERITED.format(second="with self.accelerator.accumulate(self.net):\n            "),
+    )
+    good = (
+        _TWO_MODELS.format(contexts="accelerator.accumulate(unet, text_encoder)"),
+        _INHERITED.format(second=""),
+    )
     references = (
         "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.accumulate",
         "measured: source code of accelerate 1.15.0, accumulate and _do_sync",
     )
-    words = ("Accelerator",)
+    words = ("Accelerator", "accelerator.accumulate")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Two `with accelerator.accumulate(...)` in one loop, neither under a condition of its own."""
@@ -154,15 +174,18 @@ class AccumulateEnteredTwice(ScriptRule):
             owner = key_of(call.func.value)
             engine = engine_at(script, owner, function) if owner else None
             around = _around(script, call)
-            if engine is None or engine.library != ACCELERATE or engine.steps is None or not around:
+            if engine is None or engine.library != ACCELERATE or not around:
                 continue
-            steps = constant(engine.steps)
+            if engine.steps is None and engine.is_created:
+                continue  # 1
+            steps = constant(engine.steps) if engine.steps is not None else ...
             if steps in {1, None}:
                 continue
             other = first.setdefault((owner, around), call)
             if other is call:
                 continue
-            condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
+            setting = text_of(engine.steps) if engine.steps is not None else "gradient_accumulation_steps"
+            condition = "" if isinstance(steps, int) else f"if `{setting}` is above 1, "
             yield self.finding(
                 script.where(call),
                 f"{condition}`{owner}.accumulate` counts this iteration a second time (first on {script.at(other)}): windows have half "

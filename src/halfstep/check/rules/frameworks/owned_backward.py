@@ -92,6 +92,19 @@ for x, y in loader:
 {indent}    accelerator.backward(loss)
     optimizer.step()
 """
+_INHERITED = """\
+from base import Base
+
+class Loop(Base):
+    def fit(self, loader):
+        for batch in loader:
+            with self.accelerator.accumulate(self.net):
+                loss = self.loss(batch)
+                {backward}
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.accelerator.wait_for_everyone()
+"""
 _ACCELERATE_DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator"
 
 
@@ -116,6 +129,7 @@ class BareBackwardInFramework(TraceRule):
         _MANUAL.format(backward="loss.backward()"),
         _AUTOMATIC.format(backward="        loss.backward()\n"),
         _TRAINER.format(backward="loss.backward()"),
+        _INHERITED.format(backward="loss.backward()"),
     )
     good = (
         _ACCELERATE.format(options='mixed_precision="fp16"', backward="accelerator.backward(loss)"),
@@ -124,6 +138,7 @@ class BareBackwardInFramework(TraceRule):
         _MANUAL.format(backward="self.manual_backward(loss)"),
         _AUTOMATIC.format(backward=""),
         _TRAINER.format(backward="self.accelerator.backward(loss)"),
+        _INHERITED.format(backward="self.accelerator.backward(loss)"),
     )
     references = (
         _ACCELERATE_DOCS,
@@ -132,7 +147,7 @@ class BareBackwardInFramework(TraceRule):
         "https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html",
         "measured: source code of accelerate 1.15.0 and lightning 2.6.6",
     )
-    words = ("Accelerator", "Fabric(", "LightningModule", "def training_step")
+    words = ("Accelerator", "Fabric(", "LightningModule", "def training_step", "accelerator.accumulate")
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -218,7 +233,16 @@ def _stepping_engine(script: Script, trace: Trace, index: int) -> Engine | None:
         )
         if not prepared and passed and any(step.optimizer in event.function.params for step in steps):
             return engine
+        if not prepared and steps and _is_accumulated(event, engine):
+            return engine
     return None
+
+
+def _is_accumulated(event: Event, engine: Engine) -> bool:
+    """Whether a backward is in the `accumulate` block of an engine that a base class or another file creates."""
+    entered = [key_of(r.node.func) for r in event.regions if isinstance(r.node, ast.Call)]
+    owners = [last_name(key.removesuffix(".accumulate")) for key in entered if key.endswith(".accumulate")]
+    return not engine.is_created and engine.name in owners
 
 
 def _returns(event: Event, loss: str) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
-from halfstep.check.script.objects.values import Scaler, constant
+from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -39,6 +42,21 @@ _GUARDED = (
     "            if cfg.amp:\n                scaler.step(optimizer)\n                scaler.update()\n"
     "            else:\n                optimizer.step()"
 )
+_UNTESTED = """\
+import torch
+
+use_amp = args.amp and torch.cuda.is_available()
+scaler = torch.amp.GradScaler("cuda"{created}
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=use_amp):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+_AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
+_CONFIG = re.compile(r"^(self\.)?(args|opts?|cfg|config|conf|hp|hparams|flags|settings|params)\b", re.IGNORECASE)
 _USES = ("scaler_step", "update", "unscale", "scale")
 
 
@@ -49,8 +67,8 @@ class ScalerMayBeNone(ScriptRule):
     name = "scaler-may-be-none"
     severity = "error"
     reason = (
-        "The scaler is created only with mixed precision and is None otherwise, which other lines of the loop test for. The line does "
-        "not: without mixed precision it raises AttributeError: 'NoneType' object has no attribute 'step'. A scaler created with "
+        "The scaler is created only with mixed precision and is None otherwise, and the line does not test for it: "
+        "without mixed precision it raises AttributeError: 'NoneType' object has no attribute 'step'. A scaler created with "
         "`enabled=use_amp` needs no such tests, because a disabled one passes every call through."
     )
     bad = (
@@ -59,10 +77,17 @@ class ScalerMayBeNone(ScriptRule):
             'scaler = torch.amp.GradScaler("cuda") if cfg.amp else None\n',
             'scaler = None\nif cfg.amp:\n    scaler = torch.amp.GradScaler("cuda")\n',
         ),
+        _UNTESTED.format(created=") if use_amp else None"),
+        _UNTESTED.format(created=") if args.amp and device.type == 'cuda' else None"),
+        _UNTESTED.format(created=") if dtype == 'float16' else None").replace("args.amp and torch", "torch"),
     )
     good = (
         _TRAIN.format(update=_GUARDED),
         _TRAIN.format(update=_ALWAYS).replace('"cuda") if cfg.amp else None', '"cuda", enabled=cfg.amp)'),
+        _UNTESTED.format(created=", enabled=use_amp)"),
+        _UNTESTED.format(created=") if use_amp else None").replace("args.amp and torch.cuda.is_available()", "True"),
+        _UNTESTED.format(created=") if torch.cuda.is_available() else None"),
+        _UNTESTED.format(created=") if use_amp else None").replace("for x", "assert scaler is not None\nfor x"),
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler",)
 
@@ -75,7 +100,14 @@ class ScalerMayBeNone(ScriptRule):
             last = scaler.key.rsplit(".", 1)[-1]
             uses = [e for e in script.events(*_USES) if e.scaler.rsplit(".", 1)[-1] == last]
             tested = {e.function for e in uses if flag in e.guards or any(_is_scaler(g, last) for g in e.guards)}
-            bare = [e for e in uses if e.function in tested and _is_bare(script, e, flag, last)]
+            # Where no line tests it, the flag must be an option that a run may set either way.
+            everywhere = not tested and _is_option(script, flag, scaler.function) and _is_mixed(flag)
+            bare = [
+                e
+                for e in uses
+                if (e.function in tested or (everywhere and not _is_amp_only(e, last)))
+                and _is_bare(script, e, flag, last)
+            ]
             first = min(bare, key=lambda e: getattr(e.node, "lineno", 0), default=None)
             if first is not None:
                 name = first.local.scaler
@@ -92,14 +124,45 @@ def _creation_flag(script: Script, scaler: Scaler) -> Guard | None:
     """The one condition under which a scaler is created, where it is None otherwise."""
     parent = script.outline.parents.get(scaler.node)
     if isinstance(parent, ast.IfExp) and parent.body is scaler.node:
-        text = key_of(parent.test)
-        return Guard(text, is_true=True) if text and constant(parent.orelse) is None else None
+        if constant(parent.orelse) is not None:
+            return None
+        # `args.amp and device == "cuda"`: without the option the scaler is None, whatever the device.
+        parts = Conditions(script.outline, scaler.function).guards(parent.test, is_true=True)
+        plain = Guard(key_of(parent.test), is_true=True)
+        return plain if plain.text else next(filter(_is_mixed, parts), None)
     bindings = script.outline.lookup(scaler.key, scaler.function)
     others = [b for b in bindings if b.value is not scaler.node]
     if not others or not all(b.index is None and b.value is not None and constant(b.value) is None for b in others):
         return None
     guards = {g for e in script.events("make_scaler") if e.node is scaler.node for g in e.guards}
     return guards.pop() if len(guards) == 1 and all(g.text.replace(".", "").isidentifier() for g in guards) else None
+
+
+def _is_mixed(flag: Guard) -> bool:
+    """Whether a flag switches mixed precision on."""
+    return flag.is_true and is_amp(flag)
+
+
+def _is_option(script: Script, flag: Guard, function: Function) -> bool:
+    """Whether the file does not fix a flag: no literal is assigned to it, or used as the default of the parameter."""
+    key = flag.text.partition(" ")[0]  # of `dtype == "float16"`
+    if _CONFIG.search(key):
+        return True
+    values = script.outline.values(key, function)
+    if key != flag.text:
+        return len(values) != 1 or constant(values[0]) is ...
+    return bool(values) and all(constant(value) is ... and _reads_option(value) for value in values)
+
+
+def _reads_option(value: ast.expr) -> bool:
+    """Whether a value contains an attribute or an entry of something: `args.amp`, `cfg["amp"]`, `cfg.get("amp", True)`."""
+    return any(isinstance(n, (ast.Attribute, ast.Subscript)) and _CONFIG.search(text_of(n)) for n in ast.walk(value))
+
+
+def _is_amp_only(event: Event, last: str) -> bool:
+    """Whether a function is for mixed precision by its name, or asserts that there is a scaler."""
+    asserts = (n for n in ast.walk(event.function.node) if isinstance(n, ast.Assert))
+    return bool(_AMP_NAME.search(event.function.name)) or any(last in text_of(n.test) for n in asserts)
 
 
 def _is_scaler(guard: Guard, last: str) -> bool:

@@ -373,7 +373,7 @@ class ClipAfterStep(TraceRule):
     )
     good = (_RIGHT,)
     references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
-    kinds = ("clip",)
+    kinds = ("clip", "owned_clip")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A clip between a step and the next backward."""
@@ -384,9 +384,10 @@ class ClipAfterStep(TraceRule):
         step = trace[before]
         if step.loops != event.loops or not only_settings(script, step, event) or not event.loops:
             return None
-        if any(trace[i].loops == event.loops for i in later(trace, index, "backward", *STEPS)):
+        if any(trace[i].loops == event.loops for i in later(trace, index, "backward", "owned_backward", *STEPS)):
             return None
-        if not any(trace[i].loops[: len(event.loops)] == event.loops for i in earlier(trace, before, "backward")):
+        backs = earlier(trace, before, "owned_backward" if event.kind == "owned_clip" else "backward")
+        if not any(trace[i].loops[: len(event.loops)] == event.loops for i in backs):
             return None
         return self.finding(
             script.where(event.node),

@@ -157,6 +157,21 @@ def _line(event: Event) -> int:
     return int(getattr(event.node, "lineno", 0))
 
 
+_ACCUMULATING = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y) / steps
+    scaler.scale(loss).backward()
+    if (i + 1) % steps == 0:
+        if torch.isfinite(loss):
+            scaler.step(optimizer)
+{update}scaler.update()
+        optimizer.zero_grad()
+"""
+
+
 class UncheckedUpdate(TraceRule):
     """A scaler is updated, or steps, on a path on which no gradients were checked for inf."""
 
@@ -179,6 +194,7 @@ class UncheckedUpdate(TraceRule):
             backward="    if torch.isnan(loss) or torch.isinf(loss):\n        scaler.update()\n        continue\n"
             "    scaler.scale(loss).backward()\n    if (i + 1) % steps == 0:\n        scaler.step(optimizer)\n        scaler.update()\n"
         ).replace("for x, y in loader:\n    optimizer.zero_grad()", "for i, (x, y) in enumerate(loader):"),
+        _ACCUMULATING.format(update="        "),
     )
     good = (
         _SKIPPING.format(
@@ -188,6 +204,7 @@ class UncheckedUpdate(TraceRule):
         _LOSS.format(
             backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
         ),
+        _ACCUMULATING.format(update="            "),
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.update",)
     kinds = ("update", "scaler_step")
@@ -213,7 +230,9 @@ class UncheckedUpdate(TraceRule):
         checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
         if not any(e.kind == "scaler_step" for e in checks):
             return None
-        guard = None if any(map(is_accumulation, _guards(checks))) else _decisive(script, event, checks)
+        # The end of a window is a condition of its own, unless the update waits for it as well.
+        waits = any(is_accumulation(g) for g in _guards(checks) if g not in event.guards)
+        guard = None if waits else _decisive(script, event, checks)
         if guard is None and not any(compatible(e, event) for e in checks):
             # The branch of a skipped batch: whatever was checked before it, another update has used.
             updates = [e for e in around if e.kind == "update" and e.scaler == event.scaler and e is not event]

@@ -38,6 +38,7 @@ _OTHER_WAYS = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(
+    r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
 _TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
@@ -202,7 +203,7 @@ class MisplacedZeroGrad(TraceRule):
             return None
         if not trace[back].function is event.function is use.function:
             return None
-        if not event.optimizer or event.optimizer != use.optimizer or not only_settings(script, event, use):
+        if not _clears(trace, event, use) or not only_settings(script, event, use):
             return None
         if not only_settings(script, event, trace[back]) or not only_settings(script, use, trace[back]):
             return None
@@ -258,6 +259,14 @@ def _is_prepared(value: ast.expr) -> bool:
         "setup",
         "setup_optimizers",
     }
+
+
+def _clears(trace: Trace, event: Event, use: Event) -> bool:
+    """Whether a zero_grad clears what a step uses: of its optimizer, or of the one model that runs where one optimizer steps."""
+    if not event.optimizer or event.optimizer == use.optimizer:
+        return bool(event.optimizer)
+    models = {e.subject for e in trace if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")}
+    return models == {event.optimizer} and len({e.optimizer for e in trace if e.kind in STEPS}) == 1
 
 
 def _moves_gradients(script: Script, first: Event, last: Event) -> bool:

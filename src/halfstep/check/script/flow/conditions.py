@@ -7,13 +7,14 @@ opposite: `x is not None` and `x`, `0 < n` and `n > 0`, a flag and the flag that
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.script.flow.event import Guard
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["Conditions"]
+__all__ = ["Conditions", "leaves_block", "leaving"]
 
 _MIRRORED: dict[type[ast.cmpop], str] = {
     ast.Lt: ">",
@@ -22,6 +23,9 @@ _MIRRORED: dict[type[ast.cmpop], str] = {
     ast.GtE: "<=",
     ast.Eq: "==",
 }
+
+
+_OF_TRAINING = re.compile(r"finite|nan\b|isinf|loss|norm|grad", re.IGNORECASE)  # what a test during training is about
 
 
 class Conditions:
@@ -127,3 +131,23 @@ def _counts(value: ast.expr) -> bool:
     return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
         isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
     )
+
+
+def leaving(statement: ast.If, *, in_loop: bool) -> tuple[bool, bool]:
+    """Whether the body of an `if`, and its `else`, leave the rest of the block.
+
+    A branch that raises during training (`if not torch.isfinite(loss): raise`) ends the run: what follows is then no
+    path of its own, and has no condition. Before the training, `raise` tells which settings there are.
+    """
+    ends_run = in_loop or bool(_OF_TRAINING.search(text_of(statement.test)))
+    branches = (statement.body, statement.orelse)
+    first, second = (leaves_block(b) and not (ends_run and isinstance(b[-1], ast.Raise)) for b in branches)
+    return first, second
+
+
+def leaves_block(body: list[ast.stmt]) -> bool:
+    """Whether nothing after a block runs: it returns, raises, or goes to the next iteration."""
+    last = body[-1] if body else None
+    if isinstance(last, ast.If):
+        return leaves_block(last.body) and leaves_block(last.orelse)
+    return isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break))

@@ -1,7 +1,7 @@
 """One function's statements as events in order, with the conditions, loops and regions around each.
 
 The walk maintains three stacks. `guards` grows inside `if` branches, and after a branch that leaves (`continue`,
-`return`, `raise`) the rest of the block has the opposite condition. `loops` grows inside `for` and `while`. `regions`
+`return`, `raise` before the training) the rest of the block has the opposite condition. `loops` grows inside `for` and `while`. `regions`
 grows inside `with`, and a decorator such as `@torch.no_grad()` puts the entire body inside one. Calls of functions of the
 same file stay in the list as `Jump`s, for `trace` to follow.
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.conditions import Conditions, leaves_block, leaving
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.expressions import arguments_of, numerator, unwrap
@@ -106,14 +106,14 @@ class _Walk:
                 regions = tuple(r for r in regions if not self.is_gradient_switch(r.node))
                 regions = (*regions, switch) if switch.kind == "no_grad" else regions
             if isinstance(statement, ast.If):
-                leaves, leaves_else = _leaves(statement.body), bool(statement.orelse) and _leaves(statement.orelse)
+                leaves, leaves_else = leaving(statement, in_loop=bool(loops))
                 if len(guards) > MAX_GUARDS:
                     continue
                 if leaves and not leaves_else:
                     guards = (*guards, *self.tests.guards(statement.test, is_true=False))
                 elif leaves_else and not leaves:
                     guards = (*guards, *self.tests.guards(statement.test, is_true=True))
-            elif isinstance(statement, ast.Try) and statement.handlers and _leaves(statement.body):
+            elif isinstance(statement, ast.Try) and statement.handlers and leaves_block(statement.body):
                 guards = (*guards, Guard(f"except@{statement.handlers[0].lineno}", is_true=True))
 
     def statement(
@@ -386,13 +386,6 @@ class _Walk:
         flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
-
-
-def _leaves(body: list[ast.stmt]) -> bool:
-    last = body[-1] if body else None
-    if isinstance(last, ast.If):
-        return _leaves(last.body) and _leaves(last.orelse)
-    return isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
 
 def _positional(target: Function) -> list[str]:

@@ -120,14 +120,14 @@ def engines_of(script: Script) -> tuple[Engine, ...]:
 
 
 def _is_used_as(outline: Outline, name: str, library: str) -> bool:
-    """Whether a variable of another file is used as an Accelerator is: for backward and for what only that library has."""
+    """Whether a variable of another file is used as an Accelerator is: two methods, one of which only that library has."""
     methods = {
         method
         for method in ("backward", *_ONLY_ACCELERATE)
         for call, _ in outline.calls.get(method, ())
         if isinstance(call.func, ast.Attribute) and last_name(key_of(call.func.value)) == name
     }
-    return library == ACCELERATE and "backward" in methods and len(methods) > 1
+    return library == ACCELERATE and bool(methods & {"backward", "accumulate"}) and len(methods) > 1
 
 
 def engine_at(script: Script, key: str, function: Function) -> Engine | None:
