@@ -10,6 +10,7 @@ from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.train.checkpoints import Progress, RunCheckpoints, check_out
 from halfstep.train.config import TrainConfig
+from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
 
 CONFIG = TrainConfig(batch=2, steps=4)
@@ -40,6 +41,19 @@ def test_an_existing_run_needs_resume_and_resume_an_existing_run(tmp_path, run):
     first.save(*run, Progress(), epoch_done=True)
     with pytest.raises(SettingError, match="already contains a run"):
         RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_starts_again(tmp_path, run, caplog):
+    """The damage is reported, and that nothing is left to continue from."""
+    first = RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True)
+    first.save(*run, Progress(), epoch_done=True)
+    (tmp_path / RUN_FILE).write_text("")
+    (state,) = tmp_path.rglob("state.safetensors")
+    state.write_bytes(state.read_bytes()[:50])
+    again = RunCheckpoints(tmp_path, CONFIG, resume=True, has_metric=True)
+    assert again.restore(*run) == Progress()
+    assert "truncated" in caplog.text
+    assert "starts again at step 0" in caplog.text
 
 
 def test_progress_is_restored(tmp_path, run):

@@ -93,6 +93,8 @@ class RunCheckpoints:
             )
         if resume and not exists:
             raise SettingError(f"There is nothing to resume in {self._out}; start the run without --resume.")
+        if resume and latest is None:
+            log_warning(f"There is no whole checkpoint in {self._out}: the run starts again at step 0.")
         return latest
 
     def restore(self, engine: Engine, data: DataStream, watch: Watch | None = None) -> Progress:
