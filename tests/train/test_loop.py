@@ -621,7 +621,7 @@ def digits_accuracy(precision, seeds, out):
     """Validation accuracy of the digits job, one per seed."""
     from halfstep.jobs.targets import load_target
 
-    config = TrainConfig(batch=64, epochs=20, eval_every=20)
+    config = TrainConfig(batch=32, epochs=8, eval_every=8)
     runs = [
         train(
             load_target("digits").job, replace(config, seed=seed), precision=precision, out=out / f"{precision}-{seed}"
