@@ -14,6 +14,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+AT_IMPORT = {"PYTHONPATH", "TRITON_INTERPRET"}  # variables that are read before a program starts
 FORK = Path(__file__).with_name("fork_ranks.py")
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # with torch's compiler: ten seconds for a rank
 
@@ -86,21 +87,28 @@ def end_group(group):
         os.killpg(group, signal.SIGKILL)
 
 
+def run_program(program, *arguments, folder):
+    """The exit code, stdout and stderr of a program that needs torch, in a process of its own, as a list of one."""
+    server = common_server((), (), os.environ.get("PYTHONPATH"))
+    return run_forked(server, [program, *arguments], dict(os.environ), folder)
+
+
 def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), code=0, imports=()):
     """What each rank of `python options program arguments` printed; every rank must end with `code`, negative for a signal.
 
-    `imports` are modules that are imported once, for all ranks. `variables` are set before torch is imported.
+    `imports` are modules that are imported once, for all ranks. With `variables` that are read on import, the launch has a server of its own.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     environment = os.environ | address | {"OMP_NUM_THREADS": "1"} | (variables or {})
-    if variables:
+    own = not AT_IMPORT.isdisjoint(variables or ())
+    if own:
         server = start_server(options, imports, environment)
     else:
         server = common_server(tuple(options), tuple(imports), os.environ.get("PYTHONPATH"))
     try:
         results = run_forked(server, [program, *arguments], environment, ranks=ranks, timeout=timeout)
     finally:
-        if variables:
+        if own:
             end_server(server)
     texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for _, text, errors in results)
     codes = [result[0] for result in results]

@@ -89,6 +89,7 @@ def test_every_promised_fix_has_a_case():
     assert {rule.code for rule in RULES if is_fixable(rule)} == FIXABLE
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.bad], ids=ids)
 def test_fix_document_applies_the_fixes_of_each_case(rule):
     """`--fix --unsafe-fixes` applies a fix if and only if the case has one, and leaves no more findings than before."""
