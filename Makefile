@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# One thread per worker: with two workers on two cores, more torch threads would only compete.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# One thread per worker: with two workers on two cores, more torch threads would only compete. A file stays on one worker:
+# launches that its tests share run once. In order of names, the last files are short, so both workers end together. Compiled
+# files are written whatever the environment says: without them, every run rewrites the assertions of a thousand modules.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests of the kernels, and those of their callers again with the kernels: Triton interprets them on the CPU.
 INTERPRETED = tests/optim/test_fused.py tests/optim/test_lean.py tests/kernels/test_gradstats.py tests/kernels/test_exponents.py tests/kernels/test_cross_entropy.py tests/engine/test_promises.py tests/watching/test_kernel.py tests/kernels/test_ranges.py tests/kernels/signs/test_signs.py

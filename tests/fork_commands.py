@@ -10,10 +10,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401 - torch's optimizers import it when the first one is made
 
 import halfstep.cli
-import halfstep.engine
+import halfstep.engine.engine
 import halfstep.train  # noqa: F401
 
 

@@ -1,25 +1,29 @@
-"""Forks the ranks of one launch from one interpreter: importing torch costs seconds, and every rank needs it.
+"""Forks the ranks of launches from one interpreter: importing torch costs seconds, and every rank needs it.
 
-    python fork_ranks.py MODULES DESCRIPTORS PROGRAM [ARGUMENT ...]
+    python fork_ranks.py [MODULE ...]
 
-`MODULES` are imported as well, `A,B,...` or `-`. `DESCRIPTORS` are open files, `OUT:ERR,OUT:ERR,...`, two for each rank. Prints
-the exit code of each rank.
+The modules are imported as well. Reads one launch per line of stdin, as JSON with `environment`, `folder`, `files` (the paths of
+stdout and stderr of each rank) and `arguments`, the program first. Prints for each launch its process group, then the exit code of
+each rank, then `done`.
 """
 
 import importlib
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+import torch._dynamo  # torch's optimizers import it when the first one is made
 import torch.distributed.fsdp  # noqa: F401
 
-import halfstep.engine  # noqa: F401
+import halfstep.engine.engine
+import halfstep.train  # noqa: F401
 
 
 def import_first(names):
-    """Import modules that every rank needs; what they print goes to stderr, as stdout is for the exit codes."""
+    """Import modules that every rank needs; what they print goes to stderr, as stdout is for the answers."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     for name in names:
@@ -29,15 +33,23 @@ def import_first(names):
     os.close(stdout)
 
 
+def redirect(path, mode, descriptor):
+    """Open a file in the place of a descriptor."""
+    with Path(path).open(mode) as file:
+        os.dup2(file.fileno(), descriptor)
+
+
 def fork_ranks(files):
-    """Fork the ranks: their process ids, or in a rank None."""
+    """Fork the ranks: their process ids, or in a rank None. A launch without WORLD_SIZE is an ordinary program."""
     pids = []
     for rank, (out, errors) in enumerate(files):
         pid = os.fork()
         if pid == 0:
-            os.environ["RANK"] = str(rank)
-            os.dup2(out, 1)
-            os.dup2(errors, 2)
+            if "WORLD_SIZE" in os.environ:
+                os.environ["RANK"] = str(rank)
+            redirect(os.devnull, "rb", 0)
+            redirect(out, "wb", 1)
+            redirect(errors, "wb", 2)
             return None
         pids.append(pid)
     return pids
@@ -71,11 +83,26 @@ def run_as_main(path):
     exec(code, main)
 
 
-_, modules, descriptors, *sys.argv = sys.argv
-if modules != "-":
-    import_first(modules.split(","))
-ranks = fork_ranks([[int(number) for number in pair.split(":")] for pair in descriptors.split(",")])
-if ranks is None:
-    run_as_main(Path(sys.argv[0]))
-else:
-    print(*wait_for(ranks))
+def launch(request):
+    """Fork the ranks and print their exit codes, or in a rank run the program."""
+    os.setsid()
+    print(os.getpid(), flush=True)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["arguments"]
+    ranks = fork_ranks(request["files"])
+    if ranks is None:
+        run_as_main(Path(sys.argv[0]))
+    else:
+        print(*wait_for(ranks), flush=True)
+
+
+import_first(sys.argv[1:])
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        launch(json.loads(line))
+        raise SystemExit  # a program has replaced the names of this module
+    os.waitpid(process, 0)
+    print("done", flush=True)

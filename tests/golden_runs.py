@@ -72,14 +72,14 @@ def batches():
     return list(zip(images, labels, strict=True))
 
 
-def train(case, path):
+def train(case, path, num_steps=NUM_STEPS):
     """Losses of the micro-batches of one case, and a digest of the tensors in its checkpoint."""
     precision, optimizer, options = CASES[case]
     torch.manual_seed(0)
     model = SmallNet()
     losses = []
     with halfstep.Engine(model, OPTIMIZERS[optimizer](model.parameters()), precision, **options) as engine:
-        for x, y in itertools.islice(itertools.cycle(batches()), NUM_STEPS):
+        for x, y in itertools.islice(itertools.cycle(batches()), num_steps):
             with engine.forward():
                 loss = F.cross_entropy(model(x), y)
             engine.backward(loss)

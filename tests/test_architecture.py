@@ -1,6 +1,7 @@
 """The rules of docs/architecture.md, checked by reading the source: layers, rings, lengths, imports, words."""
 
 import ast
+import functools
 import importlib
 import re
 from collections import defaultdict
@@ -50,10 +51,34 @@ def is_typing_block(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+def is_print(node):
+    """Whether a node calls print."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+
+
+def is_module_name(node):
+    """Whether a node is a string that names a module of the package."""
+    return isinstance(node, ast.Constant) and node.value in MODULES and node.value != "halfstep"
+
+
+def is_binding(node):
+    """Whether a node gives a value a name."""
+    return isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+
+
+@functools.cache
+def nodes(path):
+    """The nodes of a file that the tests look at: one walk serves all of them."""
+    return tuple(
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom) or is_print(node) or is_module_name(node) or is_binding(node)
+    )
+
+
 def imports(path, *, at_import=False):
     """Every module a file imports, as dotted names: hidden in functions, for type checkers, or named to importlib."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body if at_import else ast.walk(tree):
+    for node in ast.parse(path.read_text()).body if at_import else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,16 +86,17 @@ def imports(path, *, at_import=False):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else node.module
-        elif isinstance(node, ast.Constant) and not at_import and node.value in MODULES and node.value != "halfstep":
+        elif not at_import and is_module_name(node):
             yield node.value
 
 
-def graph():
+@functools.cache
+def graph(prefix="halfstep."):
     """Module -> the other modules of the package that it imports in any way."""
     return {
         name: {other for other in imports(path) if other in MODULES and other not in {name, "halfstep"}}
         for name, path in MODULES.items()
-        if name != "halfstep"  # its lazy table of public names points everywhere, by design
+        if name.startswith(prefix)  # not halfstep itself: its lazy table of public names points everywhere, by design
     }
 
 
@@ -174,8 +200,8 @@ def test_only_reports_and_commands_print():
         shown(p)
         for p in FILES
         if p.relative_to(PACKAGE).parts[0] not in {"cli", "report"}
-        for node in ast.walk(ast.parse(p.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        for node in nodes(p)
+        if is_print(node)
     ]
     assert not printing
 
@@ -197,9 +223,8 @@ def test_values_are_named_after_what_they_are():
     offenders = [
         f"{shown(p)}:{node.lineno}"
         for p in FILES
-        for node in ast.walk(ast.parse(p.read_text()))
-        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in vague)
-        or (isinstance(node, ast.arg) and node.arg in vague)
+        for node in nodes(p)
+        if is_binding(node) and (node.arg if isinstance(node, ast.arg) else node.id) in vague
     ]
     assert not offenders
 
@@ -228,7 +253,7 @@ def test_every_test_states_its_property():
         f"{shown(p)}::{node.name}"
         for p in TESTS
         if p.name.startswith("test_")
-        for node in ast.walk(ast.parse(p.read_text()))
+        for node in ast.parse(p.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node)
     ]
     assert not silent
@@ -245,7 +270,7 @@ def test_public_names_are_what_the_package_exposes():
     import halfstep
 
     typed = set()
-    for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text())):
+    for node in nodes(PACKAGE / "__init__.py"):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "halfstep":
             typed |= {alias.name for alias in node.names}
     assert set(halfstep.__all__) == typed | {"__version__"}

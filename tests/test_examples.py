@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import halfstep
-from rank_processes import run_ranks
+from rank_processes import run_program, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -46,10 +46,8 @@ PAGES = (
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(path, tmp_path):
     """Each file under examples/ exits without an error, in an empty directory."""
-    result = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    ((code, _, errors),) = run_program(path, folder=tmp_path)
+    assert code == 0, errors[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +182,8 @@ def test_the_halfstep_side_of_a_library_trains(code, tmp_path):
         pytest.skip(f"Requires: {missing}")
     script = tmp_path / "migrated.py"
     script.write_text(f"{LIBRARY_LOOP}\n{code}\nassert not torch.equal(before, next(model.parameters()).detach())\n")
-    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    ((code, _, errors),) = run_program(script, folder=tmp_path)
+    assert code == 0, errors[-2000:]
 
 
 def test_a_migration_has_both_sides():

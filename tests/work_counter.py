@@ -1,6 +1,7 @@
 """Bounds on work that are the same on any machine and under any load: executed lines, and a guard against hanging."""
 
 import contextlib
+import math
 import signal
 import sys
 
@@ -12,12 +13,14 @@ def num_lines(function, *args, limit=None):
 
     Work inside C functions (a regular expression, a slice) is not counted; `no_hang` guards against that.
     """
-    count = 0
+    count, most = 0, math.inf if limit is None else limit
 
     def trace(_frame, event, _arg):
         nonlocal count
-        count += event == "line"
-        assert limit is None or count <= limit, f"more than {limit:,} lines of Python executed"
+        if event == "line":
+            count += 1
+            if count > most:
+                raise AssertionError(f"more than {limit:,} lines of Python executed")
         return trace
 
     before = sys.gettrace()  # coverage's, where it is measured
@@ -26,7 +29,7 @@ def num_lines(function, *args, limit=None):
         function(*args)
     finally:
         sys.settrace(before)
-    assert limit is None or count <= limit, f"{count:,} lines of Python executed, more than {limit:,}"
+    assert count <= most, f"{count:,} lines of Python executed, more than {limit:,}"
     return count
 
 

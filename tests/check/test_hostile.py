@@ -27,11 +27,14 @@ def check(text):
     return check_document(read_document("a.py", text.encode(), "python"), Settings(), Selection())
 
 
-@pytest.mark.parametrize("name", REPEATED)
+LONG = "functions"  # their calls are compared in pairs as well, up to a number that fewer functions do not reach
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == LONG else ()) for n in REPEATED])
 def test_work_grows_with_the_length(name):
     """Eight times the text takes far less than the 64 times that every pair compared with every other would."""
     text, growth = REPEATED[name]
-    few, many = (HEAD + text * count for count in (40, 320))
+    few, many = (HEAD + text * count for count in ((40, 320) if name == LONG else (20, 160)))
     check(few)  # what is loaded or cached on first use is not counted
     assert num_lines(check, many) < growth * num_lines(check, few)
 

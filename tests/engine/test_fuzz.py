@@ -3,8 +3,6 @@
 A failure prints the shortest failing sequence as a program.
 """
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from rank_processes import run_ranks
 
 RANKS_PROGRAM = Path(__file__).parents[1] / "fuzz_ddp_program.py"
 PRECISIONS = FP32_WEIGHTS + LEAN
-NUM_QUICK, NUM_SLOW = 3, 2000 // (10 * len(PRECISIONS)) + 1  # sequences of each test below
+NUM_QUICK, NUM_SLOW = 3, 1000 // (10 * len(PRECISIONS)) + 1  # sequences of each test below
 
 
 def check_sequences(precision, seeds):
@@ -28,6 +26,7 @@ def check_sequences(precision, seeds):
             pytest.fail(f"seed {seed}:\n\n{shrink(config, moves)}")
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_random_calls_match_the_reference(precision):
     """After every call all weights, masters, moments, averages, buffers, rates and counters are as the reference has them."""
@@ -38,7 +37,7 @@ def test_random_calls_match_the_reference(precision):
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_random_calls_match_the_reference(precision, part):
-    """The same over more than 2,000 sequences."""
+    """The same over more than 1,000 sequences."""
     check_sequences(precision, range(1000 + part * NUM_SLOW, 1000 + (part + 1) * NUM_SLOW))
 
 
@@ -47,25 +46,21 @@ def test_many_random_calls_match_the_reference(precision, part):
     [
         ((0, 8), "wrapped"),
         ((0, 8), "plain"),
-        pytest.param((1000, 100), "wrapped", marks=pytest.mark.slow),
-        pytest.param((1000, 100), "plain", marks=pytest.mark.slow),
+        pytest.param((1000, 50), "wrapped", marks=pytest.mark.slow),
+        pytest.param((1000, 50), "plain", marks=pytest.mark.slow),
     ],
 )
 def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds, kind):
     """Under DistributedDataParallel or backend="ddp", with other data, weights and overflows on each rank, in equal bits."""
-    path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
-    output = run_ranks(
-        RANKS_PROGRAM, *seeds, kind, timeout=1200, variables={"PYTHONPATH": path}, options=("-W", "error")
-    )
+    output = run_ranks(RANKS_PROGRAM, *seeds, kind, timeout=1200, options=("-W", "error"))
     assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
 
 
-@pytest.mark.parametrize("seeds", [pytest.param((0, 30), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [pytest.param((0, 20), marks=pytest.mark.slow)], ids=str)
 def test_random_calls_on_shards_match_one_process_over_all_data(seeds):
     """Under backend="fsdp": the same decisions, scales and counters, and masters and norms up to rounding."""
-    path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
     program = RANKS_PROGRAM.with_name("fuzz_fsdp_program.py")
-    output = run_ranks(program, *seeds, timeout=1200, variables={"PYTHONPATH": path})
+    output = run_ranks(program, *seeds, timeout=1200)
     assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
 
 

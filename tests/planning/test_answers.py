@@ -1,9 +1,12 @@
 """The answers of a plan: what fits, on how many GPUs, and which category decides."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from halfstep.errors import SettingError
+from halfstep.jobs.models.vit import ViT
 from halfstep.jobs.targets import load_target
 from halfstep.planning.answers import STATE_CATEGORIES, plan
 from halfstep.planning.capacity import CONTEXT_BYTES, FRAGMENTATION
@@ -14,11 +17,21 @@ from planning_jobs import residual, small_job
 MIB = 1 << 20
 MODEL_STATE = (*STATE_CATEGORIES, "gradients")
 
+BATCH = 3072
+
+
+def shallow():
+    """The job of ViT-S/16 with 3 of its 12 blocks: a quarter of the operations to trace."""
+    return dataclasses.replace(
+        load_target("vit_s_16").job,
+        model=lambda: ViT(image_size=224, patch=16, dim=384, depth=3, heads=6, num_classes=1000),
+    )
+
 
 @pytest.fixture(scope="module")
 def vit():
-    """ViT-S/16 in three precisions where activations decide."""
-    return plan(load_target("vit_s_16").job, 256, precision=("fp32", "bf16", "bf16-lean"), memory="10GiB")
+    """A ViT in three precisions where activations decide."""
+    return plan(shallow(), BATCH, precision=("fp32", "bf16", "bf16-lean"), memory="10GiB")
 
 
 def test_state_is_the_same_in_fp32_and_autocast(vit):
@@ -47,7 +60,7 @@ def test_fewest_gpus_fit_and_one_less_does_not(vit):
         answer = entry.answers[0]
         assert answer.strategy == "ddp"
         assert answer.need_bytes <= vit.capacity.usable_bytes
-        assert answer.micro_batch == -(-256 // answer.num_gpus)
+        assert answer.micro_batch == -(-BATCH // answer.num_gpus)
         counts.append(answer.num_gpus)
     assert counts[0] > counts[1] >= counts[2]
     assert vit.entries[0].answers[0].decides == "activations"
@@ -56,7 +69,7 @@ def test_fewest_gpus_fit_and_one_less_does_not(vit):
 def test_accumulation_reaches_the_whole_batch(vit):
     """The largest micro-batch times its count covers the global batch."""
     for entry in vit.entries:
-        assert entry.largest.batch * entry.accumulate >= 256
+        assert entry.largest.batch * entry.accumulate >= BATCH
         assert entry.largest.peak_bytes <= vit.capacity.usable_bytes
 
 
@@ -68,7 +81,7 @@ def test_fits_agrees_with_the_peak(vit):
 
 def test_fixed_number_of_gpus_is_not_exceeded():
     """With --gpus the answer is that number or none."""
-    limited = plan(load_target("vit_s_16").job, 256, precision=("fp32",), memory="6GiB", gpus=1)
+    limited = plan(shallow(), BATCH, precision=("fp32",), memory="6GiB", gpus=1)
     assert {a.num_gpus for a in limited.entries[0].answers} == {None}
 
 

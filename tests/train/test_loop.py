@@ -588,10 +588,16 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=(), run=r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), ("async_save=true",)])
-def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path, settings):
+def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
     """Two kills of a real process: weights and losses equal the run that was never killed."""
-    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6, settings=settings) == 2
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6) == 2
+
+
+@pytest.mark.slow
+def test_sigkill_while_checkpoints_are_saved_in_the_background(run_forked, tmp_path):
+    """The same with async_save."""
+    settings = ("async_save=true",)
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6, settings=settings, run=run_forked) == 2
 
 
 @pytest.mark.slow
@@ -601,7 +607,9 @@ def test_sigkill_twenty_times(seed, precision, run_forked, tmp_path):
     assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10, run=run_forked) == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_finishes_the_step_saves_and_reports_it(number, code, tmp_path):
     """Exit code 130 or 143, a line that names the checkpoint, and a run that can be resumed."""
     out = tmp_path / "run"
@@ -621,7 +629,7 @@ def digits_accuracy(precision, seeds, out):
     """Validation accuracy of the digits job, one per seed."""
     from halfstep.jobs.targets import load_target
 
-    config = TrainConfig(batch=64, epochs=20, eval_every=20)
+    config = TrainConfig(batch=32, epochs=10, eval_every=10)
     runs = [
         train(
             load_target("digits").job, replace(config, seed=seed), precision=precision, out=out / f"{precision}-{seed}"
@@ -640,11 +648,12 @@ def fp32_accuracy(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean", "fp16-lean"])
 def test_digits_reach_the_accuracy_of_fp32_in_every_preset(precision, fp32_accuracy, tmp_path):
-    """At least 95 %, and a mean within 1.5 points of fp32's; one seed where 16 bits are emulated and a run takes minutes."""
+    """A mean within 1.5 points of fp32's; where 16 bits are emulated and a run takes minutes, one seed within 2.5 points."""
     native = probe().support["bf16"] == "native"
-    scores = digits_accuracy(precision, range(3 if native else 1), tmp_path)
-    assert min(scores + fp32_accuracy) >= 0.95
-    assert sum(scores) / len(scores) == pytest.approx(sum(fp32_accuracy) / 3, abs=0.015)
+    num_seeds, points = (3, 1.5) if native else (1, 2.5)
+    scores = digits_accuracy(precision, range(num_seeds), tmp_path)
+    assert min(scores + fp32_accuracy) >= 0.94
+    assert sum(scores) / len(scores) == pytest.approx(sum(fp32_accuracy) / 3, abs=points / 100)
 
 
 def test_only_a_validated_checkpoint_has_a_score(tmp_path):

@@ -30,14 +30,14 @@ def test_digits_with_8_bit_moments_reach_the_accuracy_of_fp32(tmp_path):
     for precision in ("fp32", "fp32,states=8bit"):
         values = []
         for seed in SEEDS:
-            config = TrainConfig(batch=64, epochs=20, seed=seed, eval_every=20)
+            config = TrainConfig(batch=64, epochs=8, seed=seed, eval_every=8)
             out = tmp_path / f"{precision.replace(',', '-').replace('=', '-')}-{seed}"
             values.append(train(load_target("digits").job, config, precision=precision, out=out).validation)
         validations[precision] = values
     for key in ("loss", "metric"):
         a, b = ([v[key] for v in values] for values in validations.values())
         assert same_within_noise(a, b), (key, a, b)
-    assert all(v["metric"] >= 0.95 for values in validations.values() for v in values)
+    assert all(v["metric"] >= 0.93 for values in validations.values() for v in values)
 
 
 class CharModel(torch.nn.Module):
@@ -47,7 +47,7 @@ class CharModel(torch.nn.Module):
         super().__init__()
         self.embed, self.place = torch.nn.Embedding(num_chars, dim), torch.nn.Parameter(torch.zeros(length, dim))
         layer = torch.nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True, norm_first=True)
-        self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.body = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = torch.nn.Linear(dim, num_chars)
         mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
         self.register_buffer("mask", mask, persistent=False)
@@ -57,7 +57,7 @@ class CharModel(torch.nn.Module):
         return self.head(self.body(h, mask=self.mask.to(h.dtype), is_causal=True))
 
 
-def final_loss(precision, seed, steps=150):
+def final_loss(precision, seed, steps=100):
     text = "\n".join(str(make()) for make in TOPICS.values())
     chars = sorted(set(text))
     data = torch.tensor([chars.index(c) for c in text])
