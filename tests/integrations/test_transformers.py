@@ -31,14 +31,27 @@ def examples():
 
 
 class Overflow(transformers.TrainerCallback):
-    """Makes the output of a module overflow in some steps, counted from 0."""
+    """Makes a layer's output overflow on the batches of some steps, counted from 0: on a GPU a replay comes a step later."""
 
-    def __init__(self, module, steps):
-        self.steps, self.now = steps, False
+    def __init__(self, model, layer, steps):
+        self.steps, self.batches, self.is_due, self.now = steps, [], False, False
+        model.transformer.wte.register_forward_pre_hook(self._look)
+        module = model.transformer.h[layer].mlp.c_fc
         module.register_forward_hook(lambda m, a, output: output * 1e30 * 1e30 if self.now else None)
 
+    def _look(self, module, args):
+        if self.is_due:
+            self.batches.append(args[0])
+        self.now = any(torch.equal(args[0], batch) for batch in self.batches)
+
+    def on_train_begin(self, args, state, control, **_):
+        self.batches.clear()
+
     def on_step_begin(self, args, state, control, **_):
-        self.now = state.global_step in self.steps
+        self.is_due = state.global_step in self.steps
+
+    def on_step_end(self, args, state, control, **_):
+        self.is_due = False
 
 
 def trainer_of(model, folder, callbacks=(), optimizer=None, kind=transformers.Trainer, **settings):
@@ -61,7 +74,7 @@ def test_an_overflow_is_named_and_does_not_reach_the_weights(tmp_path, optim):
     """The module, the step and the micro-batch, whichever optimizer the Trainer makes."""
     model = build()
     callback = integration.HalfstepCallback()
-    overflow = Overflow(model.transformer.h[1].mlp.c_fc, {2})
+    overflow = Overflow(model, 1, {2})
     trainer_of(model, tmp_path, [overflow, callback], gradient_accumulation_steps=2, optim=optim).train()
     (autopsy,) = callback.watch.autopsies
     assert (autopsy.step, autopsy.cause, autopsy.module) == (3, "forward", "transformer.h.1.mlp.c_fc")
@@ -74,7 +87,7 @@ def test_in_fp16_on_a_gpu_scale_changes_and_skips_are_reported(tmp_path, optim):
     """The scaler is torch's own, inside Accelerate's optimizer; a sample has the gradients unscaled."""
     model = build()
     callback = integration.HalfstepCallback(every=1)
-    overflow = Overflow(model.transformer.h[1].mlp.c_fc, {3})
+    overflow = Overflow(model, 1, {3})
     trainer = trainer_of(
         model, tmp_path, [overflow, callback], max_steps=8, optim=optim, fp16=True, use_cpu=False, max_grad_norm=0.0
     )
@@ -94,7 +107,7 @@ def test_a_nan_loss_is_reported_although_the_log_hides_it(tmp_path):
     """`logging_nan_inf_filter` logs a finite number for the step whose loss was NaN."""
     model = build()
     callback = integration.HalfstepCallback()
-    trainer = trainer_of(model, tmp_path, [Overflow(model.transformer.h[0].mlp.c_fc, {3}), callback])
+    trainer = trainer_of(model, tmp_path, [Overflow(model, 0, {3}), callback])
     trainer.train()
     assert [(e.kind, e.step) for e in callback.watch.events if e.kind == "nan-loss"] == [("nan-loss", 4)]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -105,7 +118,7 @@ def test_a_run_that_only_skips_is_stopped_and_can_be_repeated(tmp_path):
     """OverflowStop ends train(); the next train() of the same Trainer is watched again, by one set of hooks."""
     model = build()
     callback = integration.HalfstepCallback(max_skips=3)
-    overflow = Overflow(model.transformer.h[0].mlp.c_fc, set(range(100)))
+    overflow = Overflow(model, 0, set(range(100)))
     trainer = trainer_of(model, tmp_path, [overflow, callback])
     with pytest.raises(OverflowStop, match=r"3 steps.*transformer"):
         trainer.train()
@@ -139,7 +152,7 @@ class OwnLoss(transformers.Trainer):
 def test_a_trainer_with_its_own_loss_is_passed_to_the_callback(tmp_path, given):
     """With the trainer the module is named; without it the report says what to do."""
     model = build()
-    trainer = trainer_of(model, tmp_path, [Overflow(model.transformer.h[1].mlp.c_fc, {2})], kind=OwnLoss)
+    trainer = trainer_of(model, tmp_path, [Overflow(model, 1, {2})], kind=OwnLoss)
     callback = integration.HalfstepCallback(trainer if given else None)
     trainer.add_callback(callback)
     trainer.train()
@@ -184,7 +197,7 @@ def test_events_of_a_resumed_run_have_the_trainers_steps(tmp_path):
     trainer_of(build(), tmp_path, max_steps=3, **settings).train()
     model, events = build(), []
     callback = integration.HalfstepCallback(every=1, outlets=[events.append])
-    overflow = Overflow(model.transformer.h[1].mlp.c_fc, {4})
+    overflow = Overflow(model, 1, {4})
     trainer_of(model, tmp_path, [overflow, callback], **settings).train(resume_from_checkpoint=True)
     assert [a.step for a in callback.watch.autopsies] == [5]
     assert {(e.kind, e.step) for e in events} == {("skip", 5), ("autopsy", 5), ("nan-loss", 5)}
