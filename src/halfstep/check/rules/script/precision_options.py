@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
@@ -185,11 +185,10 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _stored(self, script: Script) -> Iterator[Finding]:
         """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
-        outline = script.outline
-        nodes = tuple(all_nodes(script.tree))
-        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-        read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         switches = [(s.node, s.function, s.enabled) for s in script.scalers]
+        if not switches:
+            return
+        outline, read = script.outline, _read_names(all_nodes(script.tree))
         for key, bindings in outline.bindings.items():
             name = key.removeprefix("self.")
             if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
@@ -211,9 +210,8 @@ class UnusedPrecisionOption(ScriptRule):
         """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
         if "HfArgumentParser" not in script.source.text:
             return
-        nodes = tuple(all_nodes(script.tree))
-        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-        read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        nodes = all_nodes(script.tree)
+        read = _read_names(nodes)
         for field in dataclass_fields(nodes):
             name = field.target.id if isinstance(field.target, ast.Name) else ""
             if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
@@ -222,6 +220,12 @@ class UnusedPrecisionOption(ScriptRule):
                     f"the option `--{name}` is never read: the run is the same with and without it",
                     instead=f"pass {name} to from_pretrained, or remove the option",
                 )
+
+
+def _read_names(nodes: Collection[ast.AST]) -> set[str]:
+    """The attributes that are read, and every string: `getattr(args, "amp")`."""
+    names = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 _FLAG = re.compile(r"(^|_)(fp16|bf16|amp|use_amp|half|tf32|fp8|mixed_precision|autocast)(_|$)|dtype|^scaler$|^grad_scaler$", re.IGNORECASE)  # fmt: skip
