@@ -15,7 +15,9 @@ __all__ = ["RULES"]
 _SOURCE = "https://github.com/pytorch/torchtune/blob/main/"
 _DOCS = "https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html#model-precision"
 _ADAPTER = re.compile(r"lora|dora", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"^(?:torch\.optim|bitsandbytes\.optim|torchao\.(?:optim|prototype\.low_bit_optim))\.(?!CPUOffload)\w+$")
+_OPTIMIZER = re.compile(
+    r"^(?:torch\.optim|bitsandbytes\.optim|torchao\.(?:optim|prototype\.low_bit_optim))\.(?!CPUOffload)\w+$"
+)
 _FULL = (
     "model:\n  _component_: torchtune.models.qwen3.qwen3_8b_instruct\n"
     "optimizer:\n  _component_: torch.optim.AdamW\n  lr: 5e-6\ngradient_accumulation_steps: 8\n"

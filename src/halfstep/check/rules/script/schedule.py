@@ -99,7 +99,8 @@ class SchedulerBeforeStep(TraceRule):
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
         if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
             return None
-        if not event.loops or not trace[back].loops == event.loops == trace[step].loops:
+        # The backward may be in an inner loop over micro-batches.
+        if not event.loops or trace[back].loops[: len(event.loops)] != event.loops or trace[step].loops != event.loops:
             return None
         return self.finding(
             script.where(event.node),

@@ -38,9 +38,12 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
-_CHOSEN = _TRAIN.replace("import torch\n", "import torch\ndtype = torch.bfloat16 if newer else torch.float16\n").replace(
-    'GradScaler("cuda")', 'GradScaler("cuda", enabled=(dtype == torch.float16))'
-).replace("dtype=torch.float16)", "dtype=dtype)").replace("{optimizer}", "SGD")
+_CHOSEN = (
+    _TRAIN.replace("import torch\n", "import torch\ndtype = torch.bfloat16 if newer else torch.float16\n")
+    .replace('GradScaler("cuda")', 'GradScaler("cuda", enabled=(dtype == torch.float16))')
+    .replace("dtype=torch.float16)", "dtype=dtype)")
+    .replace("{optimizer}", "SGD")
+)
 _OPTION = re.compile(
     r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
 )  # its last name
