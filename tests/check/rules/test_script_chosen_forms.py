@@ -6,7 +6,8 @@ from check_scripts import findings
 
 HEAD = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 EPOCHS = (
-    HEAD + "{before}for epoch in range(9):\n    for x in loader:\n        loss = model(x)\n        scaler.scale(loss).backward()\n"
+    HEAD
+    + "{before}for epoch in range(9):\n    for x in loader:\n        loss = model(x)\n        scaler.scale(loss).backward()\n"
     "        scaler.step(optimizer)\n        scaler.update()\n"
     "    torch.save({{'epoch': epoch, 'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)\n"
 )
@@ -35,7 +36,8 @@ NORM = (
 )
 TESTED = "    if {test}:\n        optimizer.zero_grad()\n        scaler.update()\n        continue\n"
 SKIPPED = (
-    HEAD + "for x in loader:\n    optimizer.zero_grad()\n    scaler.scale(model(x)).backward()\n    scaler.unscale_(optimizer)\n"
+    HEAD
+    + "for x in loader:\n    optimizer.zero_grad()\n    scaler.scale(model(x)).backward()\n    scaler.unscale_(optimizer)\n"
     "    if args.skip:\n        if fixable:\n            repair()\n        else:\n            scaler.update()\n{leave}"
     "    scaler.step(optimizer)\n    scaler.update()\n"
 )
@@ -82,6 +84,17 @@ FLAGGED = (
     "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\nargs = TrainingArguments('out', {flag}=True)\n"
     "Trainer(model=model, args=args).train()\n"
 )
+BY_HAND = (
+    "import torch\nfor x in loader:\n    model.zero_grad()\n    loss = model(x.half())\n    {target} = loss * loss_scale\n    {target}.backward()\n"
+    "    for p in masters:\n        p.grad.data = p.grad.data / loss_scale\n    optimizer.step()\n    total += loss.item()\n"
+)
+SHARED = (
+    "import torch\nscaler = torch.amp.GradScaler('cuda')\nclass Trainer:\n    def step(self, x, train):\n        use = {use}\n"
+    "        with torch.autocast('cuda', enabled=use):\n            loss = self.model(x)\n        if train:\n"
+    "            scaler.scale(loss).backward()\n            scaler.step(self.optimizer)\n            scaler.update()\n"
+    "    def fit(self):\n        for x in self.loader:\n            self.step(x, True)\n"
+    "    @torch.no_grad()\n    def test(self):\n        self.model.eval()\n        for x in self.test_loader:\n            out = self.model(x)\n"
+)
 WEIGHTS = "model.load_state_dict(torch.load('{name}.pt')['model'])\n"
 SCHEDULE = "scheduler.load_state_dict(torch.load('last.pt')['scheduler'])\n"
 # rule: the mistake, and right code, or code that decides nothing
@@ -113,6 +126,8 @@ PAIRS = {
     "a later import replaces apex's amp": ("HS190", SHADOWED.format(later="import torch.cuda.amp as amp\n"), SHADOWED.format(later="")),
     "a step that is commented out": ("HS156", IDLE.format(step=""), IDLE.format(step="    optimizer.step()\n")),
     "4-bit settings that are switched off": ("HS289", QUANTIZED.format(on=False), QUANTIZED.format(on=True)),
+    "a loss that is scaled by hand": ("HS111", BY_HAND.format(target="loss"), BY_HAND.format(target="scaled")),
+    "a region that is off for validation": ("HS149", SHARED.format(use="self.amp"), SHARED.format(use="self.amp and train")),
     "bfloat16 weights with fp16=True": ("HS166", FLAGGED.format(flag="fp16"), FLAGGED.format(flag="bf16")),
 }  # fmt: skip
 

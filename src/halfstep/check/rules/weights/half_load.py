@@ -74,7 +74,9 @@ class HalfLoadWithFp16Training(ScriptRule):
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )
             flag = _fp16_flag(script, tie)
-            if tie.cast.formats == {"bfloat16"} and constant(flag) is True and not is_launched_elsewhere(script, tie):
+            if flag is None or constant(flag) is not True:
+                continue
+            if tie.cast.formats == {"bfloat16"} and not is_launched_elsewhere(script, tie):
                 yield self.finding(
                     script.where(flag),
                     f"{when(script, tie.cast, tie.lineage)}{subject(tie.cast)} has bfloat16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
