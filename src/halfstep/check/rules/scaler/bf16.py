@@ -161,7 +161,8 @@ class ScalerWithBf16(ScriptRule):
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
             # Replaced by None, or switched by a flag of its own; on another device it is another object.
-            if all(_is_for_device(script, v) for v in others) and len(others) < len(values) and (together or amp):
+            is_only = len(values) == 1 or (len(others) < len(values) and all(_is_for_device(script, v) for v in others))
+            if is_only and (together or amp):
                 yield scaler, either[0]
 
     @classmethod

@@ -176,8 +176,10 @@ def _attaches(name: str, call: ast.Call) -> bool:
 
 
 def _is_merged(outline: Outline, call: ast.Call, function: Function) -> bool:
-    """Whether an adapter that is loaded is merged into its model right away: no adapter is left to train."""
+    """Whether an adapter is loaded after the training, and merged into its model: it is not trained."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "from_pretrained":
+        return False
+    if not any(site.function is function and site.call.lineno < call.lineno for site in outline.calls.get("train", ())):
         return False
     names = _targets(outline, call) if isinstance(outline.parents.get(call), ast.Assign) else ()
     owners = [
