@@ -15,7 +15,9 @@ __all__ = ["RULES"]
 _SOURCE = "https://github.com/pytorch/torchtune/blob/main/"
 _DOCS = "https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html#model-precision"
 _ADAPTER = re.compile(r"lora|dora", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"^(?:torch\.optim|bitsandbytes\.optim)\.\w+$")
+_OPTIMIZER = re.compile(
+    r"^(?:torch\.optim|bitsandbytes\.optim|torchao\.(?:optim|prototype\.low_bit_optim))\.(?!CPUOffload)\w+$"
+)
 _FULL = (
     "model:\n  _component_: torchtune.models.qwen3.qwen3_8b_instruct\n"
     "optimizer:\n  _component_: torch.optim.AdamW\n  lr: 5e-6\ngradient_accumulation_steps: 8\n"
@@ -42,6 +44,7 @@ class TorchtuneBf16Weights(TorchtuneRule):
     bad = (
         _FULL + "dtype: bf16\n",
         _FULL.replace("torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit") + "dtype: bf16\n",
+        _FULL.replace("torch.optim.AdamW", "torchao.prototype.low_bit_optim.AdamW8bit") + "dtype: bf16\n",
     )
     good = (
         _FULL + "dtype: fp32\n",
@@ -55,12 +58,13 @@ class TorchtuneBf16Weights(TorchtuneRule):
     )
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report bf16 where the model is trained itself, by an optimizer of torch or bitsandbytes."""
+        """Report bf16 where the model is trained itself, by an optimizer of torch, bitsandbytes or torchao without stochastic rounding."""
         entry = config.entry("dtype")
         models = [config.value(name, "_component_") for name in ("model", "policy_model")]
         model = next((value for value in models if isinstance(value, str)), "")
         optimizer = str(config.value("optimizer", "_component_"))
-        full = bool(model) and not _ADAPTER.search(model)
+        rounds = config.value("optimizer", "bf16_stochastic_round") is True
+        full = bool(model) and not _ADAPTER.search(model) and not rounds
         if entry and full and canonical_name(str(config.value("dtype"))) == "bf16" and _OPTIMIZER.match(optimizer):
             message = (
                 f"`dtype: {config.value('dtype')}` trains bf16 weights with {optimizer} and no fp32 master copy; updates "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import subject, when
+from halfstep.check.rules.weights.masters import choices_of, subject, when
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, loops_around
 from halfstep.check.script.flow.trace import Trace
@@ -255,6 +255,13 @@ class HalfWeightsInFramework(ScriptRule):
             return
         reported: set[int] = set()  # lines: an event may be another node of the same cast
         for tie in script.training.by_optimizers:
+            if (
+                "float16" in tie.cast.formats
+                and len(tie.cast.formats) > 1
+                and (test := _chosen_by_engine(script, tie.cast))
+            ):
+                reported.add(tie.cast.node.lineno)
+                yield self._report(script, tie.cast.node, f"when `{test[0]}`, ", subject(tie.cast), test[1])
             owner = _scaling_owner(script, tie) if tie.cast.formats == {"float16"} else ""
             if owner:
                 reported.add(tie.cast.node.lineno)
@@ -298,6 +305,22 @@ def _accelerate_scales(script: Script, cast: Cast) -> bool:
         for value in values
         for text, is_true in conditions[-1:] or ((text_of(value), False),)
     )
+
+
+def _chosen_by_engine(script: Script, cast: Cast) -> tuple[str, str] | None:
+    """The test of an Accelerator's own precision that chooses float16 weights, `accelerator.mixed_precision == "fp16"`, and its name."""
+    engines = [e for e in engines_of(script) if e.library == ACCELERATE and not e.plugin]
+    if not script.has("owned_backward") or len(engines) != 1:
+        return None
+    passed = [argument(call, None, "mixed_precision") for call, _ in script.outline.calls.get("Accelerator", ())]
+    own = {f"{engines[0].key}.mixed_precision", *(text_of(value) for value in passed if value is not None)}
+    tests = {f"{text} == 'fp16'" for text in own}
+    for choice in choices_of(script, cast):
+        if dtypes_of(script.outline, choice, cast.function) == {"float16"}:
+            for text, is_true in conditions_of(script.outline, choice)[-1:]:
+                if is_true and text in tests:
+                    return text, f"`{engines[0].key}`"
+    return None
 
 
 def _loose_models(script: Script) -> Iterator[tuple[str, ast.AST, str]]:

@@ -13,6 +13,7 @@ from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import Autocast, Scaler, text_of
 from halfstep.check.script.script import Script
 
@@ -20,6 +21,7 @@ __all__ = ["RULES", "ScalerWithBf16"]
 
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
+_OF_DEVICE = re.compile(r"device|cuda", re.IGNORECASE)
 _SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _ONLY_BF16 = re.compile(
     r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
@@ -157,7 +159,10 @@ class ScalerWithBf16(ScriptRule):
             switches = {scaler.enabled, *map(text_of, flags)}
             together = scaler.enabled == "yes" or all(a.enabled in switches for a in either)
             together = together or any(map(_BOTH_FORMATS.search, switches))
-            if len(values) == 1 and (together or amp):  # else replaced by None, or switched by a flag of its own
+            others = [v for v in values if v is not scaler.node]
+            # Replaced by None, or switched by a flag of its own; on another device it is another object.
+            is_only = len(values) == 1 or (len(others) < len(values) and all(_is_for_device(script, v) for v in others))
+            if is_only and (together or amp):
                 yield scaler, either[0]
 
     @classmethod
@@ -198,6 +203,11 @@ class ScalerWithBf16(ScriptRule):
         named = [a for a in regions if _FORMAT.search(a.enabled) and not _is_bf16(a.enabled)]
         certain = bool(regions) and all(a.dtype == "bfloat16" for a in regions) and (len(regions) == 1 or not named)
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
+
+
+def _is_for_device(script: Script, value: ast.expr) -> bool:
+    """Whether the innermost condition of a value is the kind of device."""
+    return any(_OF_DEVICE.search(text) for text, _ in conditions_of(script.outline, value)[-1:])
 
 
 def _is_bf16(flag: str) -> bool:

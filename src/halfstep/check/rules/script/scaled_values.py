@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
@@ -18,6 +19,8 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
+
+_SCALE_NAME = re.compile(r"loss_?scale$", re.IGNORECASE)
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\
@@ -215,6 +218,12 @@ class ScaledLossLogged(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The value of a variable that contains the scaled loss."""
         event = trace[index]
+        if factor := _own_factor(script, event):
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.subject}` is the scaled loss here: its value is multiplied by `{factor}`",
+                instead="assign the scaled loss to a separate name",
+            )
         if event.scaled != "yes" or without_amp(event):
             return None
         return self.finding(
@@ -222,6 +231,22 @@ class ScaledLossLogged(TraceRule):
             f"`{event.local.subject}` is the scaled loss here: its value is multiplied by the scale, which starts at 65536",
             instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
         )
+
+
+def _own_factor(script: Script, event: Event) -> str:
+    """The scale of `loss = loss * scale` before an event, if the script divides gradients by it; "" if there is none."""
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.While))), None)
+    line, name = getattr(event.node, "lineno", 0), event.local.subject
+    nodes = list(ast.walk(loop)) if loop is not None and name else []
+    assigned = [n for n in nodes if isinstance(n, ast.Assign) and text_of(n.targets[0]) == name and n.lineno < line]
+    value = max(assigned, key=lambda n: n.lineno).value if assigned else None
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult) or key_of(value.left) != name:
+        return ""
+    factor = key_of(value.right)
+    if not _SCALE_NAME.search(factor):
+        return ""
+    divided = re.search(rf"\.grad\b.*(/=?|\.div_\() *{re.escape(factor)}\b", script.source.text)
+    return factor if divided else ""
 
 
 RULES: tuple[type[Rule], ...] = (ScaledGradientsRead, ScaledLossLogged)

@@ -40,6 +40,7 @@ _PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|it
 _IS_FLOAT16 = re.compile(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
+_TESTED_NORM = re.compile(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 _FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
 _ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
@@ -98,7 +99,8 @@ class SchedulerBeforeStep(TraceRule):
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
         if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
             return None
-        if not event.loops or not trace[back].loops == event.loops == trace[step].loops:
+        # The backward may be in an inner loop over micro-batches.
+        if not event.loops or trace[back].loops[: len(event.loops)] != event.loops or trace[step].loops != event.loops:
             return None
         return self.finding(
             script.where(event.node),
@@ -180,7 +182,7 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
         steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
         steps = [e for e in steps if not _is_none(script, e) and not _is_remainder(trace, e)]
-        steps = [e for e in steps if not _never_float16(script, e)]
+        steps = [e for e in steps if not _never_float16(script, e) and not _is_finite(e.guards)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
@@ -221,6 +223,12 @@ def _without_alternatives(trace: Trace, event: Event) -> Event:
     others = [e for e in trace if e.kind == "sched_step" and e is not event and e.loops == event.loops]
     chosen = {g for g in event.guards if any(g.opposite in e.guards for e in others) and not _FINITE.search(g.text)}
     return dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in chosen))
+
+
+def _is_finite(guards: tuple[Guard, ...]) -> bool:
+    """Whether conditions exclude gradients that are inf or NaN, by their norm: after them the scaler skips nothing."""
+    known = {(m[1], is_true) for text, is_true in guards if (m := _TESTED_NORM.fullmatch(text))}
+    return ("isfinite", True) in known or {("isnan", False), ("isinf", False)} <= known
 
 
 def _is_flag(script: Script, guard: Guard, step: Event) -> bool:

@@ -22,8 +22,10 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches
 from halfstep.check.script.objects.engines import engine_at
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -41,6 +43,9 @@ _HARMLESS = re.compile(
     r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
+_STEPS_ITSELF = re.compile(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
+_SCHEDULES = re.compile(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
+_WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
 _TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _PLAIN = """\
 import torch
@@ -166,7 +171,7 @@ def _skipped(event: Event, guard: Guard) -> ast.AST | None:
 
 
 class MisplacedZeroGrad(TraceRule):
-    """Gradients are cleared between backward and the step that uses them, or never."""
+    """Gradients are cleared between backward and the step that uses them, without any step, or never."""
 
     code = "HS156"
     name = "misplaced-zero-grad"
@@ -179,6 +184,7 @@ class MisplacedZeroGrad(TraceRule):
     bad = (
         _PLAIN.format(start="", between=_CLEAR),
         _PLAIN.format(start="", between=""),
+        _PLAIN.format(start="", between=_CLEAR).replace("optimizer.step", "scheduler.step"),
     )
     good = (_PLAIN.format(start=_CLEAR, between=""),)
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
@@ -196,8 +202,10 @@ class MisplacedZeroGrad(TraceRule):
         event = trace[index]
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
-        if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
+        if back is None or trace[back].kind not in _BACKWARDS:
             return None
+        if step is None or trace[step].kind not in STEPS:
+            return self._unused(script, trace, index, trace[back]) if step is None else None
         use = trace[step]
         if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
             return None
@@ -216,6 +224,27 @@ class MisplacedZeroGrad(TraceRule):
             f"`{event.local.optimizer}.zero_grad()` clears the gradients of line {script.where(trace[back].node).line} before the step of "
             f"line {script.where(use.node).line} uses them: nothing is trained",
             instead="clear the gradients after the step or before the backward",
+        )
+
+    def _unused(self, script: Script, trace: Trace, index: int, back: Event) -> Finding | None:
+        """The finding for gradients that are cleared in a script whose schedule advances and whose optimizer never steps."""
+        event = trace[index]
+        name = event.local.optimizer
+        schedules = [e for e in trace if e.kind == "sched_step" and e.loops == event.loops]
+        if not event.loops or back.loops != event.loops or back.function is not event.function or not schedules:
+            return None
+        if script.has(*STEPS, "engine_step", "handed", "stored", "autograd_grad", "grad_read"):
+            return None
+        # Under DeepSpeed `accelerator.backward` steps; hooks and Lightning's `manual_backward` have a step elsewhere.
+        if _STEPS_ITSELF.search(script.source.text) or not _is_plain(script, event) or name in event.function.params:
+            return None
+        nodes = {e.node for e in script.events("sched_step")}
+        if any(call not in nodes for call, _ in script.outline.calls.get("step", ())) or _is_passed_on(script, name):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{name}.zero_grad()` clears the gradients of line {script.where(back.node).line}, and no line of the file calls `{name}.step()`: nothing is trained",
+            instead=f"{name}.step() before the gradients are cleared",
         )
 
     def _never(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -242,6 +271,16 @@ class MisplacedZeroGrad(TraceRule):
         )
 
 
+def _is_passed_on(script: Script, name: str) -> bool:
+    """Whether a function other than a schedule or a wrapper receives an optimizer, and may step it."""
+    for callee, sites in script.outline.calls.items():
+        if callee in _WRAPS or _SCHEDULES.search(callee):
+            continue
+        if any(key_of(value) == name for call, _ in sites for value in arguments_of(call)):
+            return True
+    return False
+
+
 def _is_plain(script: Script, event: Event) -> bool:
     """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
     name = event.local.optimizer
@@ -254,11 +293,7 @@ def _is_plain(script: Script, event: Event) -> bool:
 
 def _is_prepared(value: ast.expr) -> bool:
     """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
-    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in {
-        "prepare",
-        "setup",
-        "setup_optimizers",
-    }
+    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in _WRAPS
 
 
 def _clears(trace: Trace, event: Event, use: Event) -> bool:

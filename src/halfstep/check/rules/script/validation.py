@@ -46,6 +46,7 @@ _MODEL = re.compile(r"(model|net|network|policy)$", re.IGNORECASE)
 _EVALUATION = re.compile(
     r"^_*(run_|do_)?(val|valid|validate|validation|eval|evaluate|evaluation|test)(_|$)|_(validate|evaluate)$"
 )
+_TRAINS = re.compile(r"(self\.)?(is_)?train(ing)?")
 _LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
@@ -117,6 +118,8 @@ class EvaluationWithoutAutocast(ScriptRule):
         backward = script.has("backward", "owned_backward")
         if not trained or not backward or script.outline.names.uses("pytest", "unittest"):
             return  # the test cases of a file have nothing to do with each other
+        if any(_only_in_training(script, e) for e in trained):
+            return
         nodes = {e.node for e in trained}
         for event in without[:MAX_FORWARDS]:
             if any(r.kind in {"autocast", "owned"} for r in event.regions):
@@ -147,6 +150,14 @@ class EvaluationWithoutAutocast(ScriptRule):
                 instead='with torch.no_grad(), torch.autocast("cuda", ...):',
             )
             return
+
+
+def _only_in_training(script: Script, event: Event) -> bool:
+    """Whether the region of a forward is switched off for validation on purpose: `enabled=use_amp and train`."""
+    region = event.autocast()
+    flags = [a.enabled for a in region.autocasts] if region is not None else []
+    values = [text_of(v) for flag in flags if flag.isidentifier() for v in script.outline.values(flag, event.function)]
+    return any(_TRAINS.fullmatch(part) for text in (*flags, *values) for part in text.split(" and ")[1:])
 
 
 def _without_gradients(event: Event) -> bool:

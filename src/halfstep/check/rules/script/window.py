@@ -7,6 +7,7 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import (
     TraceRule,
@@ -292,6 +293,8 @@ class UpdateBeforeStep(TraceRule):
             return None
         if not (implied(event, step) or implied(step, event) or together(script, event, step)):
             return None
+        if _leaves_before(script, event, step):
+            return None
         return self.finding(
             script.where(event.node),
             f"`{event.scaler}.update()` runs before `{event.scaler}.step({step.optimizer})`: the step divides by a different scale "
@@ -325,6 +328,20 @@ class UpdateBeforeStep(TraceRule):
             return loops[-1].lineno if any(True for _ in scaled) else None
         before = event.loops[:-1]
         return loops[-1].lineno if backs and trace[backs[0]].loops[: len(before)] == before else None
+
+
+def _leaves_before(script: Script, event: Event, other: Event) -> bool:
+    """Whether a branch around an event goes to the next iteration, so that another event outside of it does not follow."""
+    node: ast.AST = event.node
+    for parent in script.above(event.node):
+        for block in (parent.body, parent.orelse) if isinstance(parent, ast.If) else ():
+            is_inside = any(part is other.node for statement in block for part in ast.walk(statement))
+            if node in block and leaves_block(block) and not is_inside:
+                return True
+        if isinstance(parent, (ast.For, ast.While)):
+            return False
+        node = parent
+    return False
 
 
 RULES: tuple[type[Rule], ...] = (DoubleUnscale, UnscaleEveryMicroBatch, UpdateEveryMicroBatch, UpdateBeforeStep)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import dtype_values, is_exercise, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
@@ -38,9 +38,16 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
+_CHOSEN = (
+    _TRAIN.replace("import torch\n", "import torch\ndtype = torch.bfloat16 if newer else torch.float16\n")
+    .replace('GradScaler("cuda")', 'GradScaler("cuda", enabled=(dtype == torch.float16))')
+    .replace("dtype=torch.float16)", "dtype=dtype)")
+    .replace("{optimizer}", "SGD")
+)
 _OPTION = re.compile(
     r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
 )  # its last name
+_FLOAT16_TEST = re.compile(r"([\w.]+) (?:==|is) torch\.(?:float16|half)")
 _OTHER_RUNS = re.compile(
     r"infer|eval|test|export|predict|cpu|cuda|device|(^|_)mode\b|dtype|backend|bits", re.IGNORECASE
 )
@@ -159,8 +166,13 @@ class HalfModelWithScaler(ScriptRule):
     bad = (
         _TRAIN.format(cast=".half()", optimizer="SGD"),
         _TRAIN.format(cast="\nmodel.to(torch.float16)", optimizer="AdamW"),
+        _CHOSEN.format(cast=".to(dtype)"),
     )
-    good = (_TRAIN.format(cast="", optimizer="SGD"), _TRAIN.format(cast="", optimizer="SGD") + "model.half()\n")
+    good = (
+        _TRAIN.format(cast="", optimizer="SGD"),
+        _TRAIN.format(cast="", optimizer="SGD") + "model.half()\n",
+        _CHOSEN.format(cast=""),
+    )
     references = (
         "https://github.com/Lightning-AI/pytorch-lightning/issues/5140",
         "https://github.com/yk7333/d3po/issues/6",
@@ -190,6 +202,26 @@ class HalfModelWithScaler(ScriptRule):
                     f"{when(script, cast, tie.lineage)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
+            elif "float16" in cast.formats and (test := _enabling_test(script, tie)):
+                yield self.finding(
+                    script.where(cast.node),
+                    f"when `{test}`, {subject(cast)} has float16 weights and the scaler is enabled: it raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, cast)} and let autocast cast",
+                )
+
+
+def _enabling_test(script: Script, tie: Trained) -> str:
+    """The test `dtype == torch.float16` that enables the scaler of a tie, of the dtype that its weights have; "" if none does."""
+    names = {key_of(value) for value in dtype_values(tie.cast)} - {""}
+    optimizers = optimizer_names(script, tie.by)
+    for step in script.events("scaler_step"):
+        if step.optimizer.rsplit(".", 1)[-1] not in optimizers or without_amp(step):
+            continue
+        for scaler in scalers_at(script, step):
+            compared = _FLOAT16_TEST.fullmatch(scaler.enabled)
+            if compared is not None and compared[1] in names and scaler.function is tie.cast.function:
+                return scaler.enabled
+    return ""
 
 
 class DefaultDtypeHalf(ScriptRule):

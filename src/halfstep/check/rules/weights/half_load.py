@@ -1,4 +1,4 @@
-"""HS166: float16 weights that a Trainer with fp16=True rejects."""
+"""HS166: 16-bit weights that a Trainer with fp16=True rejects."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["RULES"]
 
 
 class HalfLoadWithFp16Training(ScriptRule):
-    """A model with float16 weights is trained by a Trainer with fp16=True."""
+    """A model with 16-bit weights is trained by a Trainer with fp16=True."""
 
     code = "HS166"
     name = "half-load-with-fp16-training"
     severity = "error"
     reason = (
         "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
-        "ValueError: Attempting to unscale FP16 gradients. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another."
+        "ValueError: Attempting to unscale FP16 gradients, with bfloat16 weights not implemented for 'BFloat16'. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another."
     )
     bad = (
         TRAINER.format(name="gpt2", dtype=", dtype=torch.float16", flags=", fp16=True"),
@@ -46,6 +46,7 @@ class HalfLoadWithFp16Training(ScriptRule):
             name="gpt2", dtype=", torch_dtype=torch.float16 if opt.fp16 else torch.float32", flags=", fp16=opt.fp16"
         ),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=torch.cuda.is_available()"),
+        TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.bfloat16", flags=", fp16=True"),
     )
     good = (
         TRAINER.format(name="gpt2", dtype=", dtype=torch.float32", flags=", fp16=True"),
@@ -56,12 +57,13 @@ class HalfLoadWithFp16Training(ScriptRule):
     )
     references = (
         "https://github.com/huggingface/transformers/issues/23165",
+        "https://github.com/pytorch/pytorch/issues/127176",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
         "https://huggingface.co/docs/peft/developer_guides/troubleshooting",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """float16 weights that are passed to a Trainer with fp16=True."""
+        """16-bit weights that are passed to a Trainer with fp16=True."""
         for tie in script.training.by_trainers:
             scaled = _scaled_when(script, tie)
             if scaled is not None and not is_launched_elsewhere(script, tie):
@@ -70,6 +72,16 @@ class HalfLoadWithFp16Training(ScriptRule):
                     f"{scaled}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
                     "unscale FP16 gradients",
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
+                )
+            flag = _fp16_flag(script, tie)
+            if flag is None or constant(flag) is not True:
+                continue
+            if tie.cast.formats == {"bfloat16"} and not is_launched_elsewhere(script, tie):
+                yield self.finding(
+                    script.where(flag),
+                    f"{when(script, tie.cast, tie.lineage)}{subject(tie.cast)} has bfloat16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
+                    "on CUDA the scaler raises: not implemented for 'BFloat16'",
+                    instead=f"{remedy(script, tie.cast)}, and bf16=True to compute in bfloat16",
                 )
 
 

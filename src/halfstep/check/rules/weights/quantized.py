@@ -229,7 +229,7 @@ def _bf16_training(script: Script) -> str:
 
 
 class QuantizationNotPassed(ScriptRule):
-    """A quantization configuration is created and never passed to a model."""
+    """A quantization configuration is created and never passed to a model, or switched off."""
 
     code = "HS289"
     name = "quantization-not-passed"
@@ -237,13 +237,17 @@ class QuantizationNotPassed(ScriptRule):
     reason = (
         "A `BitsAndBytesConfig` takes effect only as `quantization_config` of `from_pretrained`. Where the argument is missing, or commented "
         "out, the model is loaded in full precision without a message: it needs four times the memory, and the run is not the QLoRA run "
-        "that it is reported as."
+        "that it is reported as. With `load_in_4bit=False` its other 4-bit settings have no effect either."
     )
     bad = (
         _LOADED.format(dtype="torch.bfloat16").replace(", quantization_config=quantized", ""),
         _LOADED.format(dtype="torch.bfloat16").replace("quantization_config=quantized", "dtype=torch.bfloat16"),
+        _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False"),
     )
-    good = (_LOADED.format(dtype="torch.bfloat16"),)
+    good = (
+        _LOADED.format(dtype="torch.bfloat16"),
+        _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False, load_in_8bit=True"),
+    )
     references = (_BNB,)
 
     def check(self, script: Script) -> Iterator[Finding]:
@@ -257,6 +261,16 @@ class QuantizationNotPassed(ScriptRule):
         loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
         bare = [(name, site.call) for name in _BY_NAME for site in outline.calls.get(name, ())]
         hidden = any(key_of(call.func) == name and not (name == "vars" and call.args) for name, call in bare)
+        for call, _ in quantizations(script):
+            options = {k.arg: k.value for k in call.keywords}
+            if constant(options.get("load_in_4bit")) is not False or not {"load_in_8bit", None}.isdisjoint(options):
+                continue
+            if set_in_vain := sorted(name for name in options if name and name.startswith("bnb_4bit_")):
+                yield self.finding(
+                    script.where(call),
+                    f"load_in_4bit=False switches the quantization off, and `{set_in_vain[0]}` has no effect",
+                    instead="load_in_4bit=True, or no quantization_config",
+                )
         for call, function in quantizations(script) if loads and not hidden else ():
             statement = outline.parents.get(call)
             target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None

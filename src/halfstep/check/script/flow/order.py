@@ -68,6 +68,7 @@ AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _ON_GPU = re.compile(r"cuda|available", re.IGNORECASE)
 _FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
+_FP16_FLAG = re.compile(r"^[\w.]*(fp16|float16)$", re.IGNORECASE)
 _NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
 # Another format than float16: where it is not chosen, float16 may be.
 _OTHER_FORMAT = re.compile(
@@ -275,7 +276,10 @@ def _excludes_amp(guard: Guard) -> bool:
 
 
 def allows_float16(text: str) -> bool:
-    """Whether a condition leaves float16 among other formats: `precision in ("fp32", "fp16")`, `dtype != torch.float32`."""
+    """Whether a condition leaves float16 among other formats: `precision in ("fp32", "fp16")`, `bf16 or fp16`, `dtype != torch.float32`."""
+    either = text.split(" or ") if " and " not in text else []
+    if len(either) > 1 and any(_FP16_FLAG.search(part) for part in either):
+        return True
     return bool(_FLOAT16_IN.search(text) or _NOT_FLOAT32.search(text))
 
 

@@ -80,6 +80,7 @@ def adapter_use(outline: Outline) -> str:
         return "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    sites = [site for site in sites if not _is_merged(outline, site.call, site.function)]
     guards = [conditions_of(outline, call) for call, _ in sites]
     conditional = [
         asks_for_adapters(_decisive(own, guards)) or _in_helper(function) or _may_return_early(outline, call, function)
@@ -172,6 +173,21 @@ def _attaches(name: str, call: ast.Call) -> bool:
         return False
     owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) and name == "from_pretrained" else ""
     return bool(_ADAPTERS.search(name) or re.search(r"kbit|quantize", name) or _ADAPTERS.search(owner))
+
+
+def _is_merged(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether an adapter is loaded after the training, and merged into its model: it is not trained."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "from_pretrained":
+        return False
+    if not any(site.function is function and site.call.lineno < call.lineno for site in outline.calls.get("train", ())):
+        return False
+    names = _targets(outline, call) if isinstance(outline.parents.get(call), ast.Assign) else ()
+    owners = [
+        site.call.func.value
+        for site in outline.calls.get("merge_and_unload", ())
+        if site.function is function and isinstance(site.call.func, ast.Attribute)
+    ]
+    return any(owner is call or (key_of(owner) in names and owner.lineno > call.lineno) for owner in owners)
 
 
 def _is_used(outline: Outline, name: str) -> bool:

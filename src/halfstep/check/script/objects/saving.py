@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.check.script.objects.values import Scaler
+from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -36,6 +36,7 @@ _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|s
 
 # How far a run is: what a checkpoint contains next to the optimizer only if a run is to continue from it.
 _NO_MODEL = re.compile(r"optim|sched|(^|_)opt($|_)|scaler", re.IGNORECASE)
+_SCHEDULE = re.compile(r"sched", re.IGNORECASE)
 _PROGRESS = re.compile(
     r"^(global_?|total_?|cur(rent)?_?|iter_?)?(epoch|step|iteration|iter|iter_num)s?$", re.IGNORECASE
 )
@@ -73,12 +74,26 @@ def has_progress(entry: ast.AST | None) -> bool:
 
 def restores_models(outline: Outline, entry: ast.AST | None) -> bool:
     """Whether the file loads weights again that the checkpoint contains: those of another model show nothing about it."""
-    loads = [call for call, _ in outline.calls.get("load_state_dict", ())]
+    loads = outline.calls.get("load_state_dict", ())
     if not loads:
         return any(outline.names.full(call.func) == "torch.load" for call, _ in outline.calls.get("load", ()))
+    if any(_SCHEDULE.search(_owner(call)) for call, _ in loads):
+        return False  # a schedule that goes on belongs to a run that goes on
+    owners = {_owner(call) for call, function in loads if not _is_best(outline, call, function)}
     saved = {_owner(part) for part in ast.walk(entry) if isinstance(part, ast.Call)} if entry is not None else set()
     models = {key for key in saved if key and not _NO_MODEL.search(key)}
-    return not models or any(_owner(call) in models | {""} for call in loads)
+    return bool(owners & (models | {""})) if models else bool(owners)
+
+
+def _is_best(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether the loaded weights are the best ones so far, by the name of their file: for a test, not for resuming."""
+    sources = list(call.args[:1])
+    for _ in range(MAX_DEPTH):
+        if any("best" in text_of(source).lower() for source in sources):
+            return True
+        keys = {key_of(part) for source in sources for part in ast.walk(source)} - {""}
+        sources = [value for key in keys for value in outline.values(key, function)]
+    return False
 
 
 def _owner(call: ast.Call) -> str:

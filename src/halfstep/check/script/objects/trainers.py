@@ -22,6 +22,7 @@ _ARGUMENTS = re.compile(
 _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
 _ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
+_SEVERAL = re.compile(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
 PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
@@ -97,8 +98,16 @@ def unsharded_when(outline: Outline, arguments: ast.Call, function: Function) ->
     for name in ("deepspeed", "fsdp"):
         value = keyword_of(outline, arguments, function, name)
         if isinstance(value, ast.IfExp):
+            if constant(value.orelse) in {None, ""} and _counts_processes(outline, value.test, function):
+                return None  # `fsdp=... if world_size > 1 else ""`: every run on one GPU
             return Guard(text_of(value.test), constant(value.orelse) not in {None, ""})
     return None
+
+
+def _counts_processes(outline: Outline, test: ast.expr, function: Function) -> bool:
+    """Whether a condition is that there is more than one process or GPU, also through a variable."""
+    values = outline.values(key_of(test), function) if key_of(test) else [test]
+    return len(values) == 1 and bool(_SEVERAL.search(text_of(values[0])))
 
 
 def _is_off_by_default(outline: Outline, value: ast.expr | None, function: Function) -> bool:

@@ -124,7 +124,7 @@ class Training:
         plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]
         if sites and all(plain):
             names = [name for name in names if not name.startswith("AnyPrecision")]
-        if names or outline.calls.keys() & _PLUGINS:
+        if names or outline.calls.keys() & _PLUGINS or outline.names.table.keys() & _PLUGINS:
             return True
         packages = [full for full in outline.names.table.values() if not full.startswith(_LOADS_DATA)]
         return any(full.partition(".")[0] in _OWNS_TRAINING for full in packages)

@@ -111,6 +111,8 @@ def read_names(statements: Iterable[tuple[ast.Import | ast.ImportFrom, bool]]) -
     for statement, guarded in statements:
         for alias, local, full in _bound_names(statement):
             table[local] = full
+            if not guarded and statement.col_offset == 0:
+                every.pop(local, None)  # the module's later import replaces the earlier one
             every.setdefault(local, set()).add(full)
             imported.append(Imported(statement, alias, _SAME.get(full, full), guarded))
     # `torch` means torch even in a fragment without imports.
