@@ -138,6 +138,7 @@ def test_discriminator_with_gradients_is_silent(generator, step):
     [
         CLIP + SCALED + STEP,
         "    if args.clip:\n" + indented(CLIP) + SCALED + STEP,
+        CLIP + SCALED + "    scaler.step(other)\n" + STEP,
         "    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)\n    loss.backward()\n    optimizer.step()\n",
     ],
 )
@@ -154,7 +155,6 @@ def test_clip_before_backward(body):
         SCALED + "    scaler.unscale_(optimizer)\n" + CLIP + STEP,
         SCALED + "    for p in extra:\n        p.grad = None\n" + CLIP + STEP,
         "    first.backward()\n" + CLIP + SCALED + STEP,
-        CLIP + SCALED + "    scaler.step(other)\n" + STEP,
     ],
 )
 def test_clip_with_gradients_is_silent(body):

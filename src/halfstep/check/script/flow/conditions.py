@@ -137,12 +137,23 @@ def leaving(statement: ast.If, *, in_loop: bool) -> tuple[bool, bool]:
     """Whether the body of an `if`, and its `else`, leave the rest of the block.
 
     A branch that raises during training (`if not torch.isfinite(loss): raise`) ends the run: what follows is then no
-    path of its own, and has no condition. Before the training, `raise` tells which settings there are.
+    path of its own, and has no condition. Before the training, and wherever it is about a setting, `raise` tells which settings there are.
     """
-    ends_run = in_loop or bool(_OF_TRAINING.search(text_of(statement.test)))
+    ends_run = (in_loop and not _is_setting(statement.test)) or bool(_OF_TRAINING.search(text_of(statement.test)))
     branches = (statement.body, statement.orelse)
     first, second = (leaves_block(b) and not (ends_run and isinstance(b[-1], ast.Raise)) for b in branches)
     return first, second
+
+
+def _is_setting(test: ast.expr) -> bool:
+    """Whether a test asks for settings alone: `scaler is None`, `not args.amp and backend == "ddp"`."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(_is_setting, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return _is_setting(test.operand)
+    if isinstance(test, ast.Compare):
+        return _is_setting(test.left) and all(isinstance(c, ast.Constant) for c in test.comparators)
+    return isinstance(test, (ast.Name, ast.Attribute))
 
 
 def leaves_block(body: list[ast.stmt]) -> bool:
