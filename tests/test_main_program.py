@@ -9,6 +9,8 @@ import pytest
 PROGRAM = """
 import os, runpy, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+
 class Presses:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
