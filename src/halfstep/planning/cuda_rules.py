@@ -125,15 +125,16 @@ def _below_autocast() -> Any:
 
 def _by_rule(name: str, on_cuda: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that runs what a lean region does with an operation, and `on_cuda` in any other."""
-    operation, run = _operation(name), run_in_lean(name.partition(".")[0])
-    if run is None:
+    make = run_in_lean(name.partition(".")[0])
+    if make is None:
         return on_cuda
+    run = make(_operation(name), "cpu")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if current_rule() is not Rule.LEAN:
             return on_cuda(*args, **kwargs)
         with _below_autocast():
-            return run(operation, args, kwargs, "cpu")
+            return run(args, kwargs)
 
     return kernel
 

@@ -1,6 +1,7 @@
-"""What a region does with the inputs of one operation: a function for each kind, for autocast presets and lean ones.
+"""What a region does with the inputs of one operation: a maker for each kind, for autocast presets and lean ones.
 
-Each function runs the operation, given its arguments, with autocast already excluded.
+Each makes a function that runs the operation, given its arguments, with autocast already excluded. Models call them hundreds of
+times in a step, between kernels that take less time on a GPU than a line of Python does.
 
 fp16 and cubes. `x ** 3` passes 65504 from |x| = 40 on, but cubes in models are those of the tanh form of GELU, on tensors
 four times as wide as the model: with fp32 results GPT-2 loses most of what 16-bit weights gain. There an inf is right: the
@@ -22,11 +23,13 @@ from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, LEAN_FP32, SCALED_NORMS
 
-__all__ = ["Run", "run_in_autocast", "run_in_lean", "upcast"]
+__all__ = ["Make", "Run", "run_in_autocast", "run_in_lean", "upcast"]
 
-Run = Callable[[Any, Any, Any, str], Any]  # the operation, its args and kwargs, the device type
+Run = Callable[[Any, Any], Any]  # runs an operation with these args and kwargs
+Make = Callable[[Any, str], Run]  # of an operation and a device type; what a call would look up is looked up once
 _CASTABLE = (torch.float32, *DTYPES_16_BIT)  # autocast leaves fp64 alone
 _CUBE = 3
+_WEIGHTS = 2  # index of the first weight of a normalisation layer
 _aten = torch.ops.aten
 # The operations that models run hundreds of times in a step, by torch's own bindings: calling an OpOverload takes twice as long.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
@@ -37,6 +40,10 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
     _aten.rsqrt.default: torch.rsqrt,
     _aten.exp.default: torch.exp,
     _aten.softmax.int: torch.softmax,
+    _aten.sum.default: torch.sum,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.mean.default: torch.mean,
+    _aten.linalg_vector_norm.default: torch.linalg.vector_norm,
 }
 _NORMS = ("norm", "linalg_vector_norm")  # as large as the largest element times the root of their number, not a sum
 
@@ -51,17 +58,17 @@ def _upcast_one(value: Any) -> Any:
     return value.float() if is_16_bit else value
 
 
-def run_in_autocast(kind: str) -> Run:
+def run_in_autocast(kind: str) -> Make:
     """How operations of a kind run in the autocast presets."""
-    return _RUNS[kind]
+    return _MAKERS[kind]
 
 
-def run_in_lean(base: str) -> Run | None:
+def run_in_lean(base: str) -> Make | None:
     """How an operation runs in the lean presets, if not as in the autocast presets."""
     if base in SCALED_NORMS:
         return _scaled_norm
     if base in BROADCAST_BACK:
-        return _broadcast_back(fp16=base in _NORMS)
+        return _broadcast_back
     if base in LEAN_FP32:
         return _reduced
     if base in FP16_RANGE:
@@ -72,44 +79,58 @@ def run_in_lean(base: str) -> Run | None:
 # --- autocast presets -----------------------------------------------------------------------------------------------
 
 
-def _fp32(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
-    if kwargs.get("dtype") in DTYPES_16_BIT:  # requested, as in sum(dtype=...), and a norm would reject a wider input
+def _fp32(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
+    def run(args: Any, kwargs: Any) -> Any:
+        if kwargs.get("dtype") in DTYPES_16_BIT:  # requested, as in sum(dtype=...), and a norm would reject a wider input
+            return operation(*args, **kwargs)
+        return operation(*upcast(args), **upcast(kwargs))
+
+    return run
+
+
+def _lower(operation: Any, device_type: str) -> Run:
+    def run(args: Any, kwargs: Any) -> Any:
+        args, kwargs = _to((args, kwargs), torch.get_autocast_dtype(device_type))
         return operation(*args, **kwargs)
-    return operation(*upcast(args), **upcast(kwargs))
+
+    return run
 
 
-def _lower(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    args, kwargs = _to((args, kwargs), torch.get_autocast_dtype(device_type))
-    return operation(*args, **kwargs)
+def _widest(operation: Any, device_type: str) -> Run:
+    in_fp32 = _fp32(operation, device_type)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        return in_fp32(args, kwargs) if _is_mixed(args, kwargs) else operation(*args, **kwargs)
+
+    return run
 
 
-def _widest(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    if _is_mixed(args, kwargs):
-        return _fp32(operation, args, kwargs, device_type)
-    return operation(*args, **kwargs)
+def _first(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
+    def run(args: Any, kwargs: Any) -> Any:
+        if args[0].dtype in _CASTABLE and _is_mixed(args, kwargs):
+            args, kwargs = _to((args, kwargs), args[0].dtype)
+        return operation(*args, **kwargs)
+
+    return run
 
 
-def _first(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
-    if args[0].dtype in _CASTABLE and _is_mixed(args, kwargs):
-        args, kwargs = _to((args, kwargs), args[0].dtype)
-    return operation(*args, **kwargs)
+def _norm(operation: Any, device_type: str) -> Run:
+    if operation is _aten.rms_norm.default:  # its kernels do not mix dtypes; torch 2.11 lacks it on CUDA's list
+        return (_scaled_norm if device_type == "cpu" else _fp32)(operation, device_type)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if _is_mixed(args, kwargs):
+            args, kwargs = (args[0], *upcast(args[1:])), upcast(kwargs)
+        return operation(*args, **kwargs)
+
+    return run
 
 
-def _norm(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    if (
-        operation is torch.ops.aten.rms_norm.default
-    ):  # its kernels do not mix dtypes; torch 2.11 lacks it on CUDA's list
-        return (_scaled_norm if device_type == "cpu" else _fp32)(operation, args, kwargs, device_type)
-    if _is_mixed(args, kwargs):
-        args, kwargs = (args[0], *upcast(args[1:])), upcast(kwargs)
-    return operation(*args, **kwargs)
+def _loss(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
+    return lambda args, kwargs: cross_entropy(*args, **kwargs)
 
 
-def _loss(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
-    return cross_entropy(*args, **kwargs)
-
-
-_RUNS: dict[str, Run] = {
+_MAKERS: dict[str, Make] = {
     "fp32": _fp32,
     "lower": _lower,
     "widest": _widest,
@@ -122,59 +143,88 @@ _RUNS: dict[str, Run] = {
 # --- lean presets ---------------------------------------------------------------------------------------------------
 
 
-def _as_it_is(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
-    if is_observed() and any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
-        record_16_bits(operation.overloadpacket.__name__)
-    return _BINDINGS.get(operation, operation)(*args, **kwargs)
+def _as_it_is(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
+    call, name = _BINDINGS.get(operation, operation), operation.overloadpacket.__name__
 
-
-def _in_range(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    if torch.get_autocast_dtype(device_type) is not torch.float16:
-        return _as_it_is(operation, args, kwargs, device_type)
-    if operation is torch.ops.aten.pow.Tensor_Scalar and args[1] == _CUBE and args[0].dtype is torch.float16:
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch.func has no public test
-            return _as_it_is(operation, args, kwargs, device_type)  # it cannot transform a function from in here
-        record_16_bits("pow")
-        return _Cube.apply(args[0])  # type: ignore[no-untyped-call]
-    return _fp32(operation, args, kwargs, device_type)
-
-
-def _reduced(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    """An fp32 result, without an fp32 copy of the input where the operation has an argument for it."""
-    names = [a.name for a in operation._schema.arguments]  # noqa: SLF001 - the public name is newer
-    x, dtype = args[0], kwargs.get("dtype")
-    if "dtype" not in names or not isinstance(x, Tensor) or x.dtype not in DTYPES_16_BIT:
-        return _fp32(operation, args, kwargs, device_type)
-    return operation(*args, **kwargs | {"dtype": dtype or torch.float32})
-
-
-def _broadcast_back(*, fp16: bool) -> Run:
-    dtypes = DTYPES_16_BIT if fp16 else (torch.bfloat16,)
-
-    def run(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-        if _keeps_dimension(operation, args, kwargs) and torch.get_autocast_dtype(device_type) in dtypes:
-            return _as_it_is(operation, args, kwargs, device_type)
-        return _reduced(operation, args, kwargs, device_type)
+    def run(args: Any, kwargs: Any) -> Any:
+        if is_observed() and any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
+            record_16_bits(name)
+        return call(*args, **kwargs)
 
     return run
 
 
-def _keeps_dimension(operation: Any, args: Any, kwargs: Any) -> bool:
-    if "keepdim" in kwargs:
-        return bool(kwargs["keepdim"])
-    names = [a.name for a in operation._schema.arguments]  # noqa: SLF001 - the public name is newer
-    return "keepdim" in names[: len(args)] and bool(args[names.index("keepdim")])
+def _in_range(operation: Any, device_type: str) -> Run:
+    as_it_is, in_fp32 = _as_it_is(operation, device_type), _fp32(operation, device_type)
+    is_power = operation is _aten.pow.Tensor_Scalar
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if torch.get_autocast_dtype(device_type) is not torch.float16:
+            return as_it_is(args, kwargs)
+        if is_power and args[1] == _CUBE and args[0].dtype is torch.float16:
+            if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch.func has no public test
+                return as_it_is(args, kwargs)  # it cannot transform a function from in here
+            record_16_bits("pow")
+            return _Cube.apply(args[0])  # type: ignore[no-untyped-call]
+        return in_fp32(args, kwargs)
+
+    return run
 
 
-def _scaled_norm(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    dtypes = _dtypes(args) if not kwargs else _dtypes((*args, *kwargs.values()))
-    if len(dtypes) <= 1:
-        return _as_it_is(operation, args, kwargs, device_type)
-    # An fp32 input (a residual stream in fp32, an fp32 buffer added) or fp32 weights (of a frozen base): inside in fp32,
-    # and 16 bits for the layer that follows, which would round them anyway, often once for each of three products.
-    dtype = args[0].dtype if args[0].dtype in DTYPES_16_BIT else min(dtypes - {torch.float32}, key=str)
-    result = operation(*upcast(args), **upcast(kwargs))
-    return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
+def _reduced(operation: Any, device_type: str) -> Run:
+    """An fp32 result, without an fp32 copy of the input where the operation has an argument for it."""
+    in_fp32, call = _fp32(operation, device_type), _BINDINGS.get(operation, operation)
+    takes_dtype = "dtype" in _arguments(operation)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        if not (takes_dtype and isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT):
+            return in_fp32(args, kwargs)
+        return call(*args, **kwargs | {"dtype": kwargs.get("dtype") or torch.float32})
+
+    return run
+
+
+def _broadcast_back(operation: Any, device_type: str) -> Run:
+    as_it_is, reduced = _as_it_is(operation, device_type), _reduced(operation, device_type)
+    names = _arguments(operation)
+    place = names.index("keepdim") if "keepdim" in names else None
+    dtypes = DTYPES_16_BIT if operation.overloadpacket.__name__ in _NORMS else (torch.bfloat16,)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        keeps = kwargs.get("keepdim", place is not None and place < len(args) and args[place])
+        if keeps and torch.get_autocast_dtype(device_type) in dtypes:
+            return as_it_is(args, kwargs)
+        return reduced(args, kwargs)
+
+    return run
+
+
+def _scaled_norm(operation: Any, device_type: str) -> Run:
+    as_it_is = _as_it_is(operation, device_type)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        own = args[0].dtype
+        for weight in args[_WEIGHTS:]:
+            if isinstance(weight, Tensor) and weight.dtype is not own:
+                break
+        else:
+            if not kwargs:
+                return as_it_is(args, kwargs)
+        dtypes = _dtypes((*args, *kwargs.values()))
+        if len(dtypes) <= 1:
+            return as_it_is(args, kwargs)
+        # An fp32 input (a residual stream in fp32, an fp32 buffer added) or fp32 weights (of a frozen base): inside in fp32,
+        # and 16 bits for the layer that follows, which would round them anyway, often once for each of three products.
+        dtype = own if own in DTYPES_16_BIT else min(dtypes - {torch.float32}, key=str)
+        result = operation(*upcast(args), **upcast(kwargs))
+        return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
+
+    return run
+
+
+def _arguments(operation: Any) -> list[str]:
+    return [a.name for a in operation._schema.arguments]  # noqa: SLF001 - the public name is newer
 
 
 class _Cube(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.region.casts import Run, run_in_autocast, run_in_lean
+from halfstep.engine.region.casts import Make, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.engine.region.tables import KEYS
 from halfstep.hardware.onednn import ignore_fallback_warnings
@@ -119,14 +119,14 @@ def reinstall() -> None:
 def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     for kind in KINDS:
         for name in operations_of(device_type, kind):
-            run = run_in_autocast(kind)
-            lean = run_in_lean(name.partition(".")[0]) or run
-            yield name, _kernel(name, device_type, {Rule.AUTOCAST: run, Rule.LEAN: lean}, None)
+            make = run_in_autocast(kind)
+            lean = run_in_lean(name.partition(".")[0]) or make
+            yield name, _kernel(name, device_type, lean, make, None)
     for name in (*_replaced(device_type), *LEAN_FP32):
         lean_only = run_in_lean(name.partition(".")[0])
         assert lean_only is not None
         own = _torchs_own(name, device_type) if name not in LEAN_FP32 else None
-        yield name, _kernel(name, device_type, {Rule.LEAN: lean_only}, own)
+        yield name, _kernel(name, device_type, lean_only, None, own)
 
 
 def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
@@ -134,27 +134,30 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
     if hasattr(torch.library, "get_kernel"):
         own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", KEYS[device_type]).call_boxed
         return own
-    operation, autocast, _ = _handles(name, device_type)
+    operation, own_key, _ = _handles(name, device_type)
+    run = run_in_autocast("fp32")(operation, device_type)
 
     def in_fp32(_: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001
-            return run_in_autocast("fp32")(operation, args, kwargs, device_type)
+        with torch._C._ExcludeDispatchKeyGuard(own_key):  # noqa: SLF001
+            return run(args, kwargs)
 
     return in_fp32
 
 
 def _kernel(
-    name: str, device_type: str, runs: dict[Rule, Run], torchs_own: Callable[..., Any] | None
+    name: str, device_type: str, lean: Make, autocast: Make | None, torchs_own: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """A kernel that follows the region's rule, and elsewhere does what torch does."""
-    operation, autocast, after = _handles(name, device_type)
+    operation, own_key, after = _handles(name, device_type)
+    run_lean = lean(operation, device_type)
+    run_autocast = autocast(operation, device_type) if autocast is not None else None
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         rule = current_rule()
-        run = None if rule is None else runs.get(rule)
+        run = run_lean if rule is Rule.LEAN else run_autocast if rule is Rule.AUTOCAST else None
         if run is not None:
-            with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - how an autocast kernel redispatches
-                return run(operation, args, kwargs, device_type)
+            with torch._C._ExcludeDispatchKeyGuard(own_key):  # noqa: SLF001 - how an autocast kernel redispatches
+                return run(args, kwargs)
         if torchs_own is not None:
             return torchs_own(keys, *args, **kwargs)
         return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered

@@ -15,6 +15,7 @@ with such buffers trains. Vectors do not count: those of models are mostly frequ
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +52,7 @@ def recognise_tables(buffers: Iterable[Tensor]) -> Iterator[None]:
         _storages.subtract(identities)
         for identity in [i for i, count in _storages.items() if count <= 0]:
             del _storages[identity]
-        if not _storages:
+        if not _storages and not sys.is_finalizing():  # torch.library may be gone at the end of a process
             for library in _libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove them
             _libraries.clear()
@@ -66,28 +67,26 @@ def _install(key: str) -> torch.library.Library:
     with warnings.catch_warnings():  # torch warns where a kernel is replaced
         warnings.simplefilter("ignore", UserWarning)
         for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor):
-            library.impl(operation, _kernel(operation, key), key, with_keyset=True)  # type: ignore[no-untyped-call]
+            library.impl(operation, _kernel(operation, key), key)  # type: ignore[no-untyped-call]
     return library
 
 
 def _kernel(operation: Any, key: str) -> Callable[..., Any]:
-    own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
-    autocast, after = torch._C.DispatchKeySet(own), torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
-    packet = operation.overloadpacket
-    name = f"{packet.__name__} with an fp32 buffer"
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
+    exclude = torch._C._ExcludeDispatchKeyGuard  # noqa: SLF001 - how an autocast kernel redispatches
+    base = operation.overloadpacket.__name__
+    call, name = getattr(torch, base), f"{base} with an fp32 buffer"
 
-    def kernel(keys: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - `redispatch` does not convert numbers
-                return packet(a, b, **kwargs)
-        if a.dtype is not b.dtype:
+    def kernel(a: Any, b: Any, **kwargs: Any) -> Any:
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype is not b.dtype:
             if _is_met(b, a):
                 record_16_bits(name)
                 b = _rounded(b, a.dtype)
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
-        return operation.redispatch(keys & after, a, b, **kwargs)
+        with exclude(autocast):
+            return call(a, b, **kwargs)
 
     return kernel
 
