@@ -81,7 +81,7 @@ def run_in_lean(base: str) -> Make | None:
 
 def _fp32(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
     def run(args: Any, kwargs: Any) -> Any:
-        if kwargs.get("dtype") in DTYPES_16_BIT:  # requested, as in sum(dtype=...), and a norm would reject a wider input
+        if kwargs.get("dtype") in DTYPES_16_BIT:  # as sum(dtype=...) may request; a norm would reject a wider input
             return operation(*args, **kwargs)
         return operation(*upcast(args), **upcast(kwargs))
 
