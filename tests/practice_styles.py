@@ -303,6 +303,62 @@ n = sum(history)
 print("no step was skipped" if n == 0 else "one step was skipped" if n == 1 else f"{n} steps were skipped")
 """,
     ),
+    (
+        1,
+        "fp16_is_only_an_option",
+        """
+import argparse, time, torch
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+args = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+class Loop:
+    def __init__(self, mixed: bool):
+        torch.manual_seed(0)
+        self.mixed, self.model = mixed, nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)).to(device)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+    def fit(self):
+        for _ in range(4):
+            x, y = torch.randn(64, 32, device=device), torch.randint(4, (64,), device=device)
+            self.opt.zero_grad(set_to_none=True)
+            with torch.autocast(device_type=device, dtype=getattr(torch, args.dtype), enabled=self.mixed):
+                loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.opt.step()
+
+for mixed in (False, True):
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.monotonic()
+    Loop(mixed).fit()
+    print("mixed" if mixed else "fp32", "time", time.monotonic() - begin, "peak", torch.cuda.max_memory_allocated())
+""",
+    ),
+    (
+        2,
+        "pinned_batches",
+        """
+import torch
+from torch import nn
+device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+model = nn.Linear(16, 4).to(device)
+opt = torch.optim.SGD(model.parameters(), lr=1.0)
+scaler = torch.amp.GradScaler()
+for i in range(5):
+    x = torch.randn(32, 16, pin_memory=True).to(device, non_blocking=True)
+    y = (20 * torch.randn(32, 4)).pin_memory().to(device, non_blocking=True)
+    opt.zero_grad()
+    with torch.amp.autocast(device.type, torch.float16):
+        loss = nn.functional.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(opt)
+    scaler.update()
+    print(f"{loss.item():.3f}")
+""",
+    ),
 ]
 
 WRONG = [

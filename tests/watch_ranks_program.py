@@ -5,6 +5,7 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/watch_r
 
 import math
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -261,4 +262,6 @@ def attached():
 
 
 if __name__ == "__main__":
+    # A user would read them on every rank of a sharded run.
+    warnings.filterwarnings("error", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     run_cases(sys.argv[1:])

@@ -12,8 +12,10 @@ from click.testing import CliRunner
 
 from check_toys import use_toys
 from halfstep.check.project import find_project
+from halfstep.check.registry import all_rules
 from halfstep.cli import cli, main
 from halfstep.cli.check import FORMATS, command
+from halfstep.report.check_tables import rules_as_text
 
 DOCS = Path(__file__).parents[2] / "docs" / "check.md"
 
@@ -129,6 +131,16 @@ def test_list_rules(folder, monkeypatch):
     rows = json.loads(run("--list-rules", "--format", "json").output)
     assert len(rows) == len(lines)
     assert set(rows[0]) == {"code", "name", "severity", "fixable", "preview", "title"}
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_list_rules_is_folded_where_the_table_does_not_fit(width):
+    """Every rule has its code, name and kind on one line and its title below, and no line is wider than the terminal."""
+    lines = rules_as_text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [rule.code for rule in all_rules()]
+    assert "HS104 clip-before-unscale (error, fixable)" in lines
+    assert rules_as_text(1000) == rules_as_text()
 
 
 def test_preview(folder, capsys):

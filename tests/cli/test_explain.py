@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from halfstep.check.registry import all_rules
 from halfstep.cli import cli
+from halfstep.report.explain import render_rule
 from halfstep.report.topics import TOPICS
 
 
@@ -51,6 +52,13 @@ def test_every_rule_can_be_explained():
         result = run(rule.code)
         assert result.exit_code == 0
         assert rule.title() in " ".join(result.output.split())
+
+
+def test_the_text_of_every_rule_fits_80_columns():
+    """Only examples of code, which are indented, and addresses may be wider: folded, they could not be copied."""
+    lines = [line for rule in all_rules() for line in render_rule(rule, 80).splitlines()]
+    prose = [line for line in lines if not line.startswith("    ") and "://" not in line]
+    assert [line for line in prose if len(line) > 80] == []
 
 
 def test_an_unknown_rule_is_an_error_with_a_guess():

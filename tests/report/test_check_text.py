@@ -1,5 +1,7 @@
 """Findings as text."""
 
+import re
+
 import pytest
 
 from halfstep.check.files.document import read_document
@@ -8,6 +10,7 @@ from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.fixing import Fixed
 from halfstep.check.runner import FileResult
 from halfstep.check.session import Outcome
+from halfstep.report.check_formats import render
 from halfstep.report.check_text import as_concise, as_text
 
 SOURCE = Source("a.py", "x = 1\n\tclip(model)\n", "python")
@@ -138,3 +141,55 @@ def test_concise_is_one_line_for_each_finding():
 def test_findings_of_the_baseline_are_counted():
     """The summary has how many were left out."""
     assert as_text(outcome(num_known=2)) == "3 files checked, no findings (2 in the baseline)."
+
+
+LONG = "the gradients are clipped while they are still multiplied by the scale, which makes the limit smaller by its factor"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_finding_is_folded_at_the_width_of_the_terminal(width):
+    """No line is wider, the place stays whole on the first one, and no word is lost."""
+    shown = finding(message=LONG, instead=LONG)
+    text = as_text(outcome(shown, source=Source("a.py", f"x = 1\n\tclip({'model, ' * 20})\n", "python")), width=width)
+    lines = text.split("\n")
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("a.py:2:2: HS104 [error] the gradients")
+    assert " ".join(text.split()).count(LONG) == 2
+
+
+def test_a_path_with_blanks_is_not_folded():
+    """An editor opens the whole place, however narrow the terminal is."""
+    path = "my experiments/second try with clipping/train the model.py"
+    assert as_text(outcome(finding(path=path)), width=40).startswith(f"{path}:2:2: HS104 [error] It")
+
+
+def test_colours_do_not_change_where_a_finding_is_folded():
+    """Escape codes have no width."""
+    plain = as_text(outcome(finding(message=LONG)), width=60)
+    coloured = as_text(outcome(finding(message=LONG)), width=60, colour=True)
+    assert re.sub(r"\033\[[\d;]*m", "", coloured) == plain
+
+
+def test_code_to_write_instead_is_not_folded():
+    """Advice of several lines is code, which must be copied as it is."""
+    code = "with autocast():\n    loss = criterion(model(the_first_input, the_second_input), the_target)"
+    lines = as_text(outcome(finding(instead=code)), width=60).split("\n")
+    assert "                  loss = criterion(model(the_first_input, the_second_input), the_target)" in lines
+
+
+def test_outside_a_terminal_and_in_concise_a_finding_is_one_line():
+    """Programs read one finding per line."""
+    assert f"a.py:2:2: HS104 [error] {LONG}" in as_text(outcome(finding(message=LONG))).split("\n")
+    assert f"a.py:2:2: HS104 [error] {LONG}" in render(outcome(finding(message=LONG)), "concise", width=60).split("\n")
+
+
+def test_a_wide_line_is_cropped_by_columns():
+    """East Asian characters have two columns, and the crop is marked."""
+    source = Source("a.py", "x = 1\n" + "\u8a13" * 30 + "clip(model)" + "\u7df4" * 30 + "\n", "python")
+    shown = finding(column=31, end_column=42)
+    line, carets = as_text(outcome(shown, source=source), width=60).split("\n")[1:3]
+    wide = sum(char in "\u8a13\u7df4" for char in line)
+    assert len(line) + wide <= 60
+    assert line.endswith("...")
+    start = line.index("clip(model)")  # the finding is in the part that is shown
+    assert carets.index("^") == start + sum(char in "\u8a13\u7df4" for char in line[:start])

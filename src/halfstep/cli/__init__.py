@@ -100,11 +100,15 @@ def main(args: list[str] | None = None) -> None:
     try:
         cli.main(args=args, prog_name="halfstep")
     except HalfstepError as error:
-        sys.stderr.write(f"halfstep: {_of_rank(error)}{error}\n")
+        from halfstep.events import message_text  # the help page needs none of it
+
+        sys.stderr.write(message_text(f"{_of_rank(error)}{error}"))
         sys.exit(1)
     except Exception as error:
         if rank := _of_rank(error):
-            sys.stderr.write(f"halfstep: {rank}{type(error).__name__}: {error}\n")
+            from halfstep.events import message_text
+
+            sys.stderr.write(message_text(f"{rank}{type(error).__name__}: {error}"))
         raise
 
 

@@ -161,9 +161,10 @@ def command(
         ),
     )
     if list_rules:
+        from halfstep.events import terminal_width
         from halfstep.report.check_tables import rules_as_json, rules_as_text
 
-        click.echo(rules_as_json() if style == "json" else rules_as_text())
+        click.echo(rules_as_json() if style == "json" else rules_as_text(terminal_width(sys.stdout)))
         return
     options = replace(
         make_options(select, ignore, deepspeed, gpu, transformers, versions, unsafe_fixes=unsafe_fixes),
@@ -251,22 +252,24 @@ def _standard_input() -> bytes:
 
 
 def _show(outcome: Outcome, style: str, *, statistics: bool, to_stderr: bool = False) -> None:
+    from halfstep.events import terminal_width
     from halfstep.report.check_formats import render
     from halfstep.report.theme import uses_colour
 
     stream = sys.stderr if to_stderr else sys.stdout
-    colour = uses_colour(stream)
-    text = render(outcome, style, statistics=statistics, colour=colour)
+    text = render(outcome, style, statistics=statistics, colour=uses_colour(stream), width=terminal_width(stream))
     if text:
         click.echo(_printable(text, stream.encoding), err=to_stderr)
 
 
 def _show_diff(outcome: Outcome) -> None:
+    from halfstep.events import fold_lines, terminal_width
     from halfstep.report.check_diff import as_diff
     from halfstep.report.check_text import summary
 
     click.echo(_printable(as_diff(outcome), sys.stdout.encoding), nl=False)
-    click.echo(_printable(summary(outcome, done=False), sys.stderr.encoding), err=True)
+    text = fold_lines(summary(outcome, done=False), terminal_width(sys.stderr))
+    click.echo(_printable(text, sys.stderr.encoding), err=True)
 
 
 def _printable(text: str, encoding: str | None) -> str:

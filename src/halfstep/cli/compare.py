@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,6 +283,7 @@ def _report(
 ) -> None:
     from halfstep.comparison.compare import PAGE, RESULT
     from halfstep.errors import MissingError
+    from halfstep.events import terminal_width
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
     from halfstep.report.ranks.compare import hours_text, row_hours
@@ -306,8 +306,7 @@ def _report(
             values["hours"] = row_hours(comparison, budget)
         click.echo(json.dumps(values, indent=1))
     else:
-        terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if terminal else WIDTH
+        width = terminal_width(sys.stdout) or WIDTH
         colour = uses_colour(sys.stdout)
         text = as_text(comparison, files, results, colour=colour, width=width)
         click.echo(text if budget is None else f"{text}\n\n{hours_text(comparison, budget)}")

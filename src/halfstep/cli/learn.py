@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -278,12 +277,11 @@ def _progress(as_json: bool) -> None:
 
 
 def _page() -> Page:
+    from halfstep.events import terminal_width
     from halfstep.report.learn.text import WIDTH, Page
     from halfstep.report.theme import uses_colour
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size((WIDTH, 24)).columns if terminal else WIDTH
-    return Page(width, colour=uses_colour(sys.stdout))
+    return Page(terminal_width(sys.stdout) or WIDTH, colour=uses_colour(sys.stdout))
 
 
 def _record(write: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -240,9 +239,10 @@ def _plan(
 def _show(
     target: Target, result: Plan, options: StepOptions, *, verify: bool, html: Path | None, as_json: bool
 ) -> None:
+    from halfstep.events import terminal_width
     from halfstep.planning import measure_step
     from halfstep.precision.policy import Policy
-    from halfstep.report.plan import as_data, as_text, verified_data, verified_text
+    from halfstep.report.plan import WIDTH, as_data, as_text, verified_data, verified_text
 
     measured = []
     if verify:
@@ -260,8 +260,7 @@ def _show(
             data["measured"] = verified_data(measured)
         click.echo(json.dumps(data, indent=2))
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    click.echo(as_text(result, width))
+    click.echo(as_text(result, terminal_width(sys.stdout) or WIDTH))
     if measured:
         click.echo("\n" + verified_text(measured))
     if html is not None:

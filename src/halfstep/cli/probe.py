@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 
 import click
 
+from halfstep.events import terminal_width
 from halfstep.hardware.advisories import advisories_for
 from halfstep.hardware.installed import this_environment
 from halfstep.hardware.measure import Measured, confirm, measure_matmuls
 from halfstep.hardware.probe import find_gpu, probe
 from halfstep.precision.choice import choose
-from halfstep.report.probe import as_data, as_text
+from halfstep.report.probe import WIDTH, as_data, as_text
 from halfstep.report.theme import uses_colour
 
 __all__ = ["command"]
@@ -49,7 +49,6 @@ def command(gpu: str | None, measure: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_data(hardware, choice, measured, statements, advisories), indent=2))
         return
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else 100
+    width = terminal_width(sys.stdout) or WIDTH
     colour = uses_colour(sys.stdout)
     click.echo(as_text(hardware, choice, measured, statements, advisories, colour=colour, width=width))

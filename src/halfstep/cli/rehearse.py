@@ -153,8 +153,12 @@ def _show(rehearsal: Rehearsal, comparison: Comparison | None, html: Path | None
     click.echo(as_text(rehearsal))
     if comparison is not None:
         from halfstep.comparison.compare import RESULT
+        from halfstep.events import terminal_width
+        from halfstep.report.compare import WIDTH
         from halfstep.report.compare import as_text as comparison_text
 
-        click.echo("\n" + comparison_text(comparison, [("data", comparison.out / RESULT)], [], colour=False))
+        width = terminal_width(sys.stdout) or WIDTH
+        files = [("data", comparison.out / RESULT)]
+        click.echo("\n" + comparison_text(comparison, files, [], colour=False, width=width))
     if html is not None:
         click.echo(f"\nWrote {html}")

@@ -339,6 +339,7 @@ def _write_page(out: Path) -> None:
 
 
 def _report(outcomes: list[Any], *, as_json: bool) -> None:
+    from halfstep.events import fold_lines, terminal_width
     from halfstep.report.train import outcome_dict, render_outcome, side_by_side
 
     if as_json:
@@ -348,4 +349,4 @@ def _report(outcomes: list[Any], *, as_json: bool) -> None:
     if len(outcomes) > 1:
         click.echo(side_by_side(outcomes), nl=False)
     for outcome in outcomes:
-        click.echo(render_outcome(outcome))
+        click.echo(fold_lines(render_outcome(outcome), terminal_width(sys.stdout)))

@@ -19,8 +19,10 @@ _RENDERERS = {
 }
 
 
-def render(outcome: Outcome, style: str, *, statistics: bool = False, colour: bool = False) -> str:
-    """The findings in a format, or the number of findings of each rule."""
+def render(
+    outcome: Outcome, style: str, *, statistics: bool = False, colour: bool = False, width: int | None = None
+) -> str:
+    """The findings in a format, or the number of findings of each rule; only the format for people is folded at `width`."""
     if statistics:
         from halfstep.report.check_tables import statistics_as_json, statistics_as_text
 
@@ -28,7 +30,7 @@ def render(outcome: Outcome, style: str, *, statistics: bool = False, colour: bo
     if style == "text":
         from halfstep.report.check_text import as_text
 
-        return as_text(outcome, colour=colour)
+        return as_text(outcome, colour=colour, width=width)
     module, name = _RENDERERS[style]
     renderer: Callable[[Outcome], str] = getattr(importlib.import_module(f"halfstep.report.{module}"), name)
     return renderer(outcome)

@@ -7,7 +7,9 @@ from collections import Counter
 
 from halfstep.check.cases import is_fixable
 from halfstep.check.registry import all_rules
+from halfstep.check.rule import Rule
 from halfstep.check.session import Outcome
+from halfstep.events import fold
 
 __all__ = ["rules_as_json", "rules_as_text", "statistics_as_json", "statistics_as_text"]
 
@@ -38,15 +40,25 @@ def _statistics(outcome: Outcome) -> list[dict[str, object]]:
     ]
 
 
-def rules_as_text() -> str:
-    """Every rule with its severity, whether a fix exists, and whether it is in preview."""
+def rules_as_text(width: int | None = None) -> str:
+    """Every rule with its severity, whether a fix exists, and whether it is in preview: a table where it fits, else folded."""
     rules = all_rules()
-    width = max(len(rule.name) for rule in rules)
-    lines = [f"{'code':<6} {'name':<{width}} {'severity':<8} fixable preview title"]
+    longest = max(len(rule.name) for rule in rules)
+    lines = [f"{'code':<6} {'name':<{longest}} {'severity':<8} fixable preview title"]
     for rule in rules:
         fixable, preview = "yes" if is_fixable(rule) else "", "yes" if rule.preview else ""
-        lines.append(f"{rule.code:<6} {rule.name:<{width}} {rule.severity:<8} {fixable:<7} {preview:<7} {rule.title()}")
-    return "\n".join(lines)
+        lines.append(
+            f"{rule.code:<6} {rule.name:<{longest}} {rule.severity:<8} {fixable:<7} {preview:<7} {rule.title()}"
+        )
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    return "\n".join(line for rule in rules for line in _folded_rule(rule, width))
+
+
+def _folded_rule(rule: type[Rule], width: int) -> list[str]:
+    """Code, name and kind of a rule, and its title on the lines below."""
+    kinds = [rule.severity, *(["fixable"] if is_fixable(rule) else []), *(["preview"] if rule.preview else [])]
+    return [f"{rule.code} {rule.name} ({', '.join(kinds)})", fold(rule.title(), width, 6, " " * 6)]
 
 
 def rules_as_json() -> str:

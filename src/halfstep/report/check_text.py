@@ -7,6 +7,7 @@ from collections import Counter
 from halfstep.check.files.source import Source
 from halfstep.check.finding import SEVERITIES, Finding
 from halfstep.check.session import Outcome
+from halfstep.events import fold, fold_lines
 from halfstep.hardware.units import count_text
 from halfstep.report.theme import BAD, CAUTION, STRONG, paint
 
@@ -14,13 +15,19 @@ __all__ = ["as_concise", "as_text", "place_of", "summary"]
 
 _STYLES = {"error": BAD, "warning": CAUTION, "advice": STRONG}
 _NO_WIDTH = "\u200d\ufe0e\ufe0f"  # joiner and variation selectors of emoji
-_WIDTH = 160  # of a source line; longer ones are cropped around the finding
+_WIDTH = 160  # of a source line outside a terminal; longer ones are cropped around the finding
+_GUTTER = 7  # columns before a source line: its number and a bar
+_INSTEAD = "   = instead: "
 
 
-def as_text(outcome: Outcome, *, colour: bool = False) -> str:
-    """All findings and the summary."""
-    parts = [_block(finding, result.source, colour=colour) for result in outcome.results for finding in result.findings]
-    return "\n".join([*parts, summary(outcome)])
+def as_text(outcome: Outcome, *, colour: bool = False, width: int | None = None) -> str:
+    """All findings and the summary, for a terminal of `width` columns; None folds nothing."""
+    parts = [
+        _block(finding, result.source, width, colour=colour)
+        for result in outcome.results
+        for finding in result.findings
+    ]
+    return "\n".join([*parts, fold_lines(summary(outcome), width)])
 
 
 def as_concise(outcome: Outcome) -> str:
@@ -68,19 +75,24 @@ def place_of(finding: Finding) -> str:
     return f"{_clean(finding.path)}:{cell}{finding.line}:{finding.column}"
 
 
-def _block(finding: Finding, source: Source | None, *, colour: bool) -> str:
+def _block(finding: Finding, source: Source | None, width: int | None, *, colour: bool) -> str:
     kind = paint(f"[{finding.severity}]", _STYLES[finding.severity], colour=colour)
     code = paint(finding.code, STRONG, colour=colour)
-    lines = [f"{place_of(finding)}: {code} {kind} {_clean(finding.message)}"]
-    lines += _excerpt(finding, source, colour=colour)
+    place = place_of(finding)
+    plain = f"{place}: {finding.code} [{finding.severity}] "  # never folded: editors open it, and it has no colours yet
+    folded = fold(_clean(finding.message), width, 4, plain)
+    lines = [f"{place}: {code} {kind} " + folded.removeprefix(plain)]
+    lines += _excerpt(finding, source, _WIDTH if width is None else width - _GUTTER, colour=colour)
     if finding.instead:
         first, *rest = _clean(finding.instead, keep="\n").split("\n")
-        lines += [f"   = instead: {first}", *(f"              {line}" for line in rest)]
+        indent = len(_INSTEAD)
+        # What has several lines is code, and code that is folded cannot be copied.
+        lines += [fold(first, None if rest else width, indent, _INSTEAD), *(" " * indent + line for line in rest)]
     return "\n".join([*lines, ""])
 
 
-def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[str]:
-    """The line with carets under the finding; empty if the file could not be read."""
+def _excerpt(finding: Finding, source: Source | None, columns: int, *, colour: bool) -> list[str]:
+    """The line with carets under the finding, cropped to `columns`; empty if the file could not be read."""
     text = source.line_of(finding.cell, finding.line) if source is not None else None
     about_file = (finding.line, finding.column, finding.end_column) == (1, 1, None)
     if text is None or not text.strip() or about_file:
@@ -91,9 +103,20 @@ def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[s
         end = min(finding.end_column - 1, len(text))
     elif finding.end_column is None:
         end = start + 1
-    crop = max(0, start - _WIDTH // 2) if len(text) > _WIDTH else 0
-    before, marked = text[crop:start], text[start : max(start, min(end, crop + _WIDTH))]
-    line = _expand(text[crop : crop + _WIDTH])
+    crop = 0
+    if len(text) > columns or _width(_expand(text)) > columns:
+        crop = max(0, start - columns // 2)
+        while _width(_expand(text[crop:start])) > columns // 2:  # tabs and East Asian characters are wider
+            crop += 1
+    stop = min(len(text), crop + columns)
+    while stop > crop + 1 and _width(_expand(text[crop:stop])) > columns:
+        stop -= 1
+    before, marked = text[crop:start], text[start : max(start, min(end, stop))]
+    line = _expand(text[crop:stop])
+    if crop and line[:3].isascii():
+        line = "..." + line[3:]
+    if stop < len(text.rstrip()):
+        line = line[:-3] + "..."
     carets = "^" * max(1, _width(_expand(before + marked)) - _width(_expand(before)))
     number = str(finding.line)
     return [

@@ -53,10 +53,10 @@ class CompareProgress:
         self.console.print(
             f"{survey.target} on {survey.place}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
             f"batch {survey.batch}, {survey.num_params:,} parameters",
-            soft_wrap=True,
+            soft_wrap=not self.console.is_terminal,
         )
         for note in survey.notes:
-            self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+            self.console.print(f"note: {note}", markup=False, soft_wrap=not self.console.is_terminal)
 
     def stepped(self, label: str, repeat: int, count: int) -> None:
         """Advance the bar."""
@@ -68,7 +68,9 @@ class CompareProgress:
 
     def failed(self, label: str, repeat: int, reason: str) -> None:
         """Print why a run failed."""
-        self.console.print(f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=True)
+        self.console.print(
+            f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=not self.console.is_terminal
+        )
 
     def close(self) -> None:
         """Remove the bar; where none was drawn, stopping it would print an empty line."""

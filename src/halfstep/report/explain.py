@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 from halfstep.check.rule import Rule
+from halfstep.events import fold
 from halfstep.report.topics import Topic
 
 __all__ = ["render_rule", "render_topic", "rule_data"]
@@ -26,7 +27,7 @@ def render_rule(rule: type[Rule], width: int = 88) -> str:
     for label, cases in (("Wrong:", rule.bad), ("Right:", rule.good)):
         if cases and len(cases[0]) < 4000:
             parts.append(label + "\n\n" + textwrap.indent(cases[0].strip("\n"), "    "))
-    parts.append("\n".join(["References:", *(f"  {reference}" for reference in rule.references)]))
+    parts.append("\n".join(["References:", *(fold(reference, width, 4, "  ") for reference in rule.references)]))
     parts.append(f"To suppress a finding, add a comment on its line:\n\n    # halfstep: ignore[{rule.code}] reason")
     return "\n\n".join(parts)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.planning import Answer, Entry, FoundBatch, MeasuredStep, Plan
 
 __all__ = [
+    "WIDTH",
     "as_data",
     "as_text",
     "batch_data",

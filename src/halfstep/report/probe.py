@@ -14,7 +14,7 @@ from halfstep.hardware.torch_build import torch_version
 from halfstep.precision.choice import Choice
 from halfstep.report.theme import CAUTION, GOOD, STRONG
 
-__all__ = ["as_data", "as_text"]
+__all__ = ["WIDTH", "as_data", "as_text"]
 
 WIDTH = 100
 

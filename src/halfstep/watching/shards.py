@@ -44,7 +44,8 @@ class ShardStatistics:
             [part.reshape(-1) for part in own] + ([] if rows is None else [rows.view(torch.int64).reshape(-1)])
         )
         gathered = packed.new_empty(self._num_ranks, packed.numel())
-        dist.all_gather_into_tensor(gathered.view(-1), packed, group=self._group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(gathered.view(-1), packed, group=self._group)
         combined, at = [], 0
         for part in own:
             everyone = gathered[:, at : at + part.numel()].reshape(self._num_ranks, *part.shape)

@@ -4,6 +4,7 @@ import logging
 import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,51 @@ def test_every_mode_becomes_three_channels(tmp_path, mode):
         image.save(tmp_path / split / "one" / f"1.{suffix}", **options)
     ((images, _),) = list(make(tmp_path, "val", 1))
     assert images.shape == (1, 3, 16, 16)
+
+
+def test_16_bit_grey_keeps_its_values(tmp_path):
+    """A grey level of half the 16-bit range decodes to half the 8-bit range, not to white."""
+    pixels = np.full((12, 10), 32768, dtype=np.uint16)
+    small_folder(tmp_path, Image.fromarray(pixels))
+    content = (tmp_path / "val" / "one" / "1.png").read_bytes()
+    assert Image.open(io.BytesIO(content)).mode.startswith("I")
+    assert np.unique(pictures.decode(content, 16, None)).tolist() == [128]
+
+
+def test_float_pixels_are_rejected():
+    """Their range is unknown; Pillow's conversion makes an image from 0 to 1 black."""
+    content = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 0.5, dtype=np.float32)).save(content, "TIFF")
+    with pytest.raises(ValueError, match="floating-point pixels have no fixed range"):
+        pictures.decode(content.getvalue(), 16, None)
+
+
+def test_the_reason_why_an_image_cannot_be_decoded_is_about_the_file(tmp_path):
+    """An empty file and one in another format are named as such, without a buffer's address in memory."""
+    small_folder(tmp_path)
+    bad = tmp_path / "val" / "one" / "2.png"
+    for content, reason in [(b"", "the file is empty"), (b"text", "it is not an image in a format that Pillow reads")]:
+        bad.write_bytes(content)
+        with pytest.raises(SettingError) as caught:
+            list(make(tmp_path, "val", 1))
+        assert f"{bad} cannot be decoded: {reason}. Repair" in str(caught.value)
+
+
+def test_hidden_folders_and_files_are_neither_classes_nor_images(tmp_path):
+    """Notebooks leave .ipynb_checkpoints in one split, and macOS leaves ._1.png next to an image."""
+    small_folder(tmp_path)
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "val" / "one" / "._1.png").write_bytes(b"x")
+    listed = scan_folder(tmp_path)
+    assert listed.classes == ("one",)
+    assert [len(files) for files in listed.files.values()] == [1, 1]
+
+
+def test_a_single_class_is_reported(tmp_path, caplog):
+    """A folder one level too deep has one class; its loss of zero looks like success."""
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        scan_folder(small_folder(tmp_path))
+    assert "has one class, one: every prediction is right" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -12,7 +12,7 @@ import practice_scripts as scripts
 import practice_styles as styles
 from halfstep.learning.practice.grading import grade_practice, judge, run_specs
 from halfstep.learning.practice.launch import measure
-from halfstep.learning.practice.record import RunSpec
+from halfstep.learning.practice.record import Run, RunSpec
 from halfstep.learning.practice.starters import starter
 from halfstep.learning.practice.tasks import TASKS
 
@@ -103,6 +103,33 @@ def test_an_inf_of_the_grader_is_counted(quick):
     """The three runs have different numbers of skipped steps, and the script prints each."""
     row = next(row for row in quick["3-skip"].rows if row.name == "count")
     assert row.measured == "0, 1, 3 skipped in three runs, each printed"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_script_that_was_stopped_has_no_rows_about_its_steps(tmp_path, number):
+    """What it had measured is lost, so "0 steps" would be false; the reason is the time limit."""
+    path = tmp_path / "loops.py"
+    path.write_text("import torch\nwhile True:\n    pass\n")
+    stopped = Run("timeout", "It was stopped after 60 s.")
+    grade = judge(number, path, path.read_text(), [stopped for _ in run_specs(number, path)])
+    assert [row.name for row in grade.rows] == ["run", "check"]
+    assert failed(grade) == {"run"}
+    assert "Check that its loops end" in grade.rows[0].to_do
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [("accelerate", "Accelerate"), ("pytorch_lightning", "Lightning"), ("os", "")]
+)
+def test_advice_names_the_library_that_turned_fp16_off(tmp_path, library, name):
+    """Nobody can add autocast to a loop that Accelerate or Lightning owns."""
+    path = tmp_path / "owned.py"
+    path.write_text(f"import torch\nfrom {library} import x\n")
+    grade = judge(2, path, path.read_text(), [Run("end"), Run("end")])
+    (row,) = [row for row in grade.rows if row.name == "autocast"]
+    assert not row.passed
+    assert row.to_do.startswith(
+        f"The grader runs on the CPU, where {name} does not" if name else "Compute the forward pass"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from halfstep.jobs.data.pictures import (
     Normalizer,
     collect_before_fork,
     decode,
+    decoding_problem,
     default_workers,
     num_cores,
     ranks_here,
@@ -67,7 +68,7 @@ def scan_folder(root: str | os.PathLike[str]) -> ImageFolder:
             f"The data folder {root} has no {' and no '.join(absent)} folder (it has: {contents}). "
             "It needs train/CLASS/*.jpeg and val/CLASS/*.jpeg."
         )
-    names = {split: sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir()) for split in SPLITS}
+    names = {split: sorted(entry.name for entry in _visible(root / split) if entry.is_dir()) for split in SPLITS}
     for split in SPLITS:
         if not names[split]:
             raise SettingError(
@@ -79,15 +80,23 @@ def scan_folder(root: str | os.PathLike[str]) -> ImageFolder:
             f"{root}/train has {len(names['train'])} class folders and {root}/val has {len(names['val'])}; they must be the "
             f"same, because their order defines the labels. Only in one of them: {', '.join(differing[:8])}."
         )
+    if len(names["train"]) == 1:
+        log_warning(f"{root} has one class, {names['train'][0]}: every prediction is right, and nothing is learned.")
     files = {split: _list_files(root / split, names[split]) for split in SPLITS}
     return ImageFolder(root, tuple(names["train"]), files)
+
+
+def _visible(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries whose names do not start with a dot: notebooks and macOS leave such folders, and files like ._0.jpg."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
 
 
 def _list_files(split: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
     files: list[tuple[str, int]] = []
     others: list[str] = []
     for number, name in enumerate(classes):
-        entries = sorted(entry.path for entry in os.scandir(split / name) if entry.is_file())
+        entries = sorted(entry.path for entry in _visible(split / name) if entry.is_file())
         images = [path for path in entries if path.lower().endswith(SUFFIXES)]
         others += [path for path in entries if not path.lower().endswith(SUFFIXES)]
         if not images:
@@ -232,7 +241,8 @@ class _Decoder(Dataset[Any]):
             try:
                 pixels[index] = self._decode(path, epoch, row)
             except Exception as error:  # Pillow's plugins raise almost anything on a damaged file
-                return _Unreadable(path, f"{type(error).__name__}: {error}")
+                is_empty = Path(path).is_file() and not Path(path).stat().st_size
+                return _Unreadable(path, decoding_problem(error, is_empty=is_empty))
         return torch.from_numpy(pixels), torch.from_numpy(self._labels[rows]), time.perf_counter() - start
 
     def _decode(self, path: str, epoch: int, row: int) -> np.ndarray:

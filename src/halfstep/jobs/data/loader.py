@@ -60,7 +60,7 @@ class Order:
         if self.num_examples < needed:
             raise SettingError(
                 f"The {self.split} split has {self.num_examples} examples, too few for one batch in every process: "
-                f"batch_size={self.batch_size} with {self.world_size} process(es) needs {needed}. Lower batch_size."
+                f"batch_size={self.batch_size} with {self.world_size} process(es) needs {needed}. Lower batch_size (--batch)."
             )
 
     @property

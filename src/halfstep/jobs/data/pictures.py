@@ -35,6 +35,7 @@ __all__ = [
     "centre",
     "collect_before_fork",
     "decode",
+    "decoding_problem",
     "default_workers",
     "num_cores",
     "random_crop",
@@ -75,6 +76,10 @@ def decode(
             least = (width * image_size / (box[2] - box[0]), height * image_size / (box[3] - box[1]))
             image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
         image.load()
+        if image.mode == "F":
+            raise ValueError("floating-point pixels have no fixed range; store the image with 8 or 16 bits")
+        if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion makes everything above 255 white
+            image = pillow.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))  # noqa: PLW2901
         if image.mode == "P":  # with transparency it must be converted to RGBA first, or Pillow guesses and warns
             image = image.convert("RGBA")  # noqa: PLW2901
         if image.mode != "RGB":  # otherwise convert would copy
@@ -89,6 +94,15 @@ def decode(
         if augmentation.randaugment is not None:
             image = augmentation.randaugment(image, draw)
     return np.asarray(image)
+
+
+def decoding_problem(error: Exception, *, is_empty: bool) -> str:
+    """Why an image file could not be decoded."""
+    if is_empty:
+        return "the file is empty"
+    if type(error).__name__ == "UnidentifiedImageError":  # its message names a buffer in memory
+        return "it is not an image in a format that Pillow reads"
+    return f"{type(error).__name__}: {error}"
 
 
 class Normalizer:

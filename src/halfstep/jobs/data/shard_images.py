@@ -36,6 +36,7 @@ from halfstep.jobs.data.pictures import (
     Normalizer,
     collect_before_fork,
     decode,
+    decoding_problem,
     default_workers,
     num_cores,
     ranks_here,
@@ -265,7 +266,9 @@ class _Reader(IterableDataset[Any]):
             try:
                 pixels[index] = decode(example[key], source.image_size, draw, source.augmentation)
             except Exception as error:  # Pillow's plugins raise almost anything on a damaged file
-                raise _problem(example, f"cannot be decoded ({key}): {type(error).__name__}: {error}") from error
+                raise _problem(
+                    example, f"cannot be decoded ({key}): {decoding_problem(error, is_empty=not example[key])}"
+                ) from error
         return torch.from_numpy(pixels), torch.tensor(labels)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from halfstep.check import check_path
@@ -25,6 +26,13 @@ SECONDS = 60.0  # for each run of a script
 _LARGE_NORM = 1000.0  # gradients are enlarged to it if the script's own never reach max_norm
 _SMALL_SCALE = 128.0  # above 1, and small enough that steps are not skipped at the start
 _NEAR = 0.02  # relative
+# Libraries that own the loop and its precision, and turn fp16 off or into bf16 where they see no GPU.
+_OWNERS = {
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "transformers": "the Trainer",
+}
 
 
 def grade_practice(number: int, path: Path, seconds: float = SECONDS) -> Grade:
@@ -95,7 +103,33 @@ def judge(number: int, path: Path, text: str, runs: Sequence[Run]) -> Grade:
         row = Row("code", "the file is valid Python", measured, False, "Correct the syntax error.")
         return Grade(number, task.title, (row,), findings)
     rows = _JUDGES[number](runs, findings)
-    return Grade(number, task.title, tuple(rows), findings)
+    if (
+        not runs[0].fine and not runs[0].backwards
+    ):  # it ended before it trained, or was killed with what it had measured
+        rows = [row for row in rows if row.name in {"run", "check"}]
+    return Grade(number, task.title, _with_library_hint(rows, text), findings)
+
+
+def _with_library_hint(rows: Sequence[Row], text: str) -> tuple[Row, ...]:
+    """The rows; of a script in which a library owns the loop, what that library does on a CPU is the advice."""
+    owner = next((library for library in sorted(_imports(text)) if library in _OWNERS), None)
+    if owner is None:
+        return tuple(rows)
+    hint = f"The grader runs on the CPU, where {_OWNERS[owner]} does not train in fp16 with a scaler: write the loop yourself, as in the starter file."
+    return tuple(
+        replace(row, to_do=hint) if not row.passed and row.name in {"autocast", "scaled-loss"} else row for row in rows
+    )
+
+
+def _imports(text: str) -> set[str]:
+    """The top packages that a script imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 EXPLAIN = 5

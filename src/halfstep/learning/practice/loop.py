@@ -26,6 +26,7 @@ _REMEDIES = {
     "Attempting to unscale FP16 gradients": "Keep the weights in fp32: remove .half(), autocast casts them for each product.",
     "Attempted step": "Call scaler.scale(loss).backward() before scaler.step(optimizer).",
     "Attempted unscale_": "Call scaler.scale(loss).backward() before scaler.unscale_(optimizer).",
+    "Device should be GPU": "The grader runs on the CPU, where Lightning has no fp16: write the loop yourself, as in the starter file.",
     "Attempted update": "Call scaler.scale(loss).backward() and scaler.step(optimizer) before scaler.update().",
 }
 
@@ -47,7 +48,10 @@ def run_row(run: Run, advice: str = "") -> Row:
             measured = f"it ended with exit code {run.exit_code}{': ' + run.error if run.error else ''}"
             to_do = "Let the script run without arguments and end with exit code 0."
         case "timeout":
-            measured, to_do = run.error, "Use a smaller model or fewer steps, or pass a larger --seconds."
+            measured, to_do = (
+                run.error,
+                "Check that its loops end; use a smaller model or fewer steps, or pass a larger --seconds.",
+            )
         case "died" | "not run":
             measured, to_do = run.error or "it did not start", "Run the script with python and look at its output."
     return Row("run", "the script runs to its end", measured, run.fine, "" if run.fine else to_do)

@@ -50,6 +50,8 @@ class _OnCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             self.requested = True
             return args[0]
+        if kwargs and kwargs.get("pin_memory") is True:  # torch.randn(..., pin_memory=True) raises without a GPU
+            kwargs = {**kwargs, "pin_memory": False}
         on_cpu = {key: _cpu(value) for key, value in (kwargs or {}).items()}
         positional = tuple(map(_cpu, args))
         changed = any(a is not b for a, b in zip(positional, args, strict=True))

@@ -29,7 +29,7 @@ def render_grade(page: Page, grade: Grade, script: str) -> str:
         lines.append(page.fill(f"{mark} {row.name}: {row.expected}", 4))
         lines.append(page.fill(f"measured: {row.measured}", 14, "    "))
         if row.to_do:
-            lines.append(page.fill(f"to do: {row.to_do}", 14, "    "))
+            lines.append(page.fill(f"to do: {row.to_do}", 11, "    "))
     failed = sum(not row.passed for row in grade.rows)
     verdict = (
         page.paint("passed", GOOD)
