@@ -29,6 +29,7 @@ from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.jobs.data.feed import FeedMeter
+from halfstep.jobs.data.workers import stop_workers_at_exit
 from halfstep.jobs.job import Job, read_arguments
 from halfstep.train.distinct import check_distinct, check_sampler, samplers_of
 from halfstep.train.order import SampleOrder
@@ -110,6 +111,7 @@ class DataStream:
             self.order = SampleOrder(loader, epoch, self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
+        stop_workers_at_exit(loader)
         for batch, share in self.feed.watch(loader, self._shared(self._drawn(loader, batches), epoch)):
             self.share = share
             self._examples += share.total
@@ -232,6 +234,7 @@ class DataStream:
                 restore_rng(self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
+                stop_workers_at_exit(loader)
                 if is_moved:
                     self._drop_examples(batches, num_ranks)
                 else:

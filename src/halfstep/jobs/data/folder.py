@@ -40,6 +40,7 @@ from halfstep.jobs.data.pictures import (
     ranks_here,
     require_pillow,
 )
+from halfstep.jobs.data.workers import stop_workers_at_exit
 from halfstep.jobs.job import SPLITS
 
 __all__ = ["FolderImages", "ImageFolder", "scan_folder"]
@@ -177,7 +178,9 @@ class FolderImages(OrderedLoader):
         rows = self._rows(epoch)[first:]
         self._queue[:] = [(epoch, each.tolist()) for each in rows]
         collect_before_fork()
-        for own, decoded in zip(rows, self._workers, strict=True):
+        batches = iter(self._workers)
+        stop_workers_at_exit(self._workers)
+        for own, decoded in zip(rows, batches, strict=True):
             if isinstance(decoded, _Unreadable):
                 raise SettingError(
                     f"The image {decoded.path} cannot be decoded: {decoded.reason}. Repair, replace or remove the file and resume; "
