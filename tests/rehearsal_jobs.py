@@ -5,6 +5,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.jobs.job import Job
 
@@ -101,6 +102,44 @@ class Sigmoids(nn.Module):
         return self.head(x)
 
 
+class DropSigmoids(Sigmoids):
+    """A sigmoid stack with dropout before its head."""
+
+    def forward(self, x):
+        x = torch.sigmoid(self.embed(x))
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x))
+        return self.head(F.dropout(x, 0.5, self.training))
+
+
+class CheckpointedSigmoids(Sigmoids):
+    """A sigmoid stack that computes its activations again in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Routed(nn.Module):
+    """Two experts, of which each row uses the better one with a weight that is normalised to 1.
+
+    The gradient of the gate is 0 in exact arithmetic, so what fp32 computes for it is rounding noise.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        self.gate = nn.Linear(WIDTH, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = torch.tanh(self.embed(x))
+        weight, index = self.gate(x).softmax(-1).topk(1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        chosen = torch.where(index == 0, self.experts[0](x), self.experts[1](x))
+        return self.head(x + weight * chosen)
+
+
 class Critic(nn.Module):
     """A critic whose gradient with respect to its input passes 65504 on the way to the first layers."""
 
@@ -167,14 +206,20 @@ def _adam(params):
 residual = Job(_seeded(Residual), _data(8), _cross_entropy, _adam, name="residual")
 attention = Job(_seeded(Attention), _data(6, 8), _cross_entropy, _adam, name="attention")
 transformer = Job(_seeded(lambda: Attention(1.0)), _data(6, 8), _cross_entropy, _adam, name="transformer")
+
+
 # Without an epsilon that is smaller than the gradients, Adam would not move the first layers in fp32 either.
-sigmoids = Job(
-    _seeded(Sigmoids),
-    _data(8),
-    _cross_entropy,
-    lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-30),
-    name="sigmoids",
-)
+def _exact_adam(params):
+    return torch.optim.Adam(params, lr=1e-2, eps=1e-30)
+
+
+def stack(build, optimizer=_exact_adam):
+    """A job with a stack of sigmoids."""
+    return Job(_seeded(build), _data(8), _cross_entropy, optimizer, name="sigmoids")
+
+
+sigmoids = stack(Sigmoids)
+routed = Job(_seeded(Routed), _data(8), _cross_entropy, _adam, name="routed")
 critic = Job(_seeded(Critic), _data(8), _penalised, _adam, name="critic")
 cast_critic = Job(_seeded(Critic), _data(8), _penalised_with_autocast, _adam, name="cast critic")
 mlp = Job(

@@ -204,3 +204,75 @@ def test_fabric_clips_with_fused_optimizers_in_fp16():
     assert losses[-1] < losses[0] / 2
     with pytest.raises(SettingError, match="clip_by_norm"):
         run_fabric("fp16-lean", adamw, steps=1, max_norm=1.0)
+
+
+# --- several optimizers on one scaler -------------------------------------------------------------------------------------
+
+# Grows within the run, so that optimizers that step after the first see another scale than that of their backward pass.
+GROWING = "fp16,loss_scale=dynamic(init_scale=1024;growth_interval=3;semantics=torch)"
+
+
+def parts():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def fused(module):
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+
+
+class Manual(lightning.LightningModule):
+    """Manual optimization: one backward pass, then each optimizer is clipped, and then each steps."""
+
+    def __init__(self, max_norm, optimizer=sgd):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.max_norm, self.make = parts(), max_norm, optimizer
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(F.cross_entropy(self.net(batch[0]).float(), batch[1]))
+        optimizers = self.optimizers()
+        for optimizer in optimizers if self.max_norm else ():
+            self.clip_gradients(optimizer, gradient_clip_val=self.max_norm, gradient_clip_algorithm="norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [self.make(self.net[0]), self.make(self.net[2])]
+
+
+def trained_manually(policy, max_norm, optimizer):
+    module = Manual(max_norm, optimizer)
+    trainer_of(policy=policy, gradient_clip_val=None).fit(module, loader())
+    return module.net
+
+
+def trained_by_fabric(policy, max_norm, optimizer):
+    net = parts()
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[fabric_plugin.HalfstepPrecision(policy)])
+    model, *optimizers = fabric.setup(net, optimizer(net[0]), optimizer(net[2]))
+    for x, y in [batch for _ in range(2) for batch in loader()]:
+        fabric.backward(F.cross_entropy(model(x).float(), y))
+        for each in optimizers if max_norm else ():
+            fabric.clip_gradients(model, each, max_norm=max_norm, error_if_nonfinite=False)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize("optimizer", [sgd, fused])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("train", [trained_manually, trained_by_fabric])
+def test_optimizers_that_share_a_scaler_train_as_in_fp32(train, max_norm, optimizer):
+    """Each clips and steps on true gradients, though the scale changes and is updated between them."""
+    in_fp32, start = train("fp32", max_norm, optimizer), parts()
+    for mine, theirs, first in zip(
+        train(GROWING, max_norm, optimizer).parameters(), in_fp32.parameters(), start.parameters(), strict=True
+    ):
+        assert (mine - theirs).norm() < 0.02 * (theirs - first).norm()

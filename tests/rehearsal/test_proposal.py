@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import rehearsal_jobs as jobs
 from halfstep.jobs.job import Job
 from halfstep.precision.policy import Policy
-from halfstep.rehearsal import rehearse
+from halfstep.rehearsal import proposal, rehearse
 from halfstep.rehearsal.proposal import propose, troubles_of
 
 
@@ -55,6 +55,20 @@ def test_tiny_gradients_behind_a_sigmoid_stack_are_named_and_the_first_layers_ar
     assert kept[:2] == ("embed", "layers.0")
     assert len(kept) <= 6
     assert Policy.parse(result.proposal.policy).compute == "fp16"
+
+
+def test_what_leads_to_kept_layers_has_to_be_more_accurate(monkeypatch):
+    """One limit for all gradients keeps fewer layers of a stack; the first one that stays in fp16 then loses more than 0.1 %."""
+    result = rehearse(jobs.stack(lambda: jobs.Sigmoids(16)), steps=2, batch=16)
+    monkeypatch.setattr(proposal, "LOST_BEFORE", proposal.LOST)
+    assert set(propose(result.ledger, Policy.parse("fp16")).keep_fp32) < set(result.proposal.keep_fp32)
+
+
+def test_the_stricter_limit_is_only_for_gradients_that_lead_to_kept_layers(monkeypatch):
+    """Without a gradient that underflows, the limit for what leads to kept layers has no effect, even below rounding."""
+    monkeypatch.setattr(proposal, "LOST_BEFORE", 0.0)
+    for job in (jobs.mlp, jobs.transformer, jobs.residual):
+        assert with_policy(job, "fp16")[2] == run(job).proposal
 
 
 def test_an_unscaled_gradient_penalty_is_named():

@@ -30,10 +30,15 @@ def train(job, precision):
     return losses, skipped, {name: param.detach() - start[name] for name, param in model.named_parameters()}
 
 
-def moves_alike(moved, reference):
+def cosine(a, b):
+    """In fp64 and of unit vectors: torch's own function adds an epsilon that is larger than what SGD moves the first layers."""
+    a, b = a.flatten().double(), b.flatten().double()
+    return float(a / a.norm() @ (b / b.norm()))
+
+
+def moves_alike(moved, reference, least=0.7):
     """Whether each matrix moves in the same direction; the gradient of some biases is rounding noise in any precision."""
-    pairs = [(moved[name].flatten(), step.flatten()) for name, step in reference.items() if step.dim() > 1]
-    return all(torch.cosine_similarity(a, b, dim=0) > 0.7 for a, b in pairs)
+    return all(cosine(moved[name], step) > least for name, step in reference.items() if step.dim() > 1)
 
 
 @pytest.mark.slow
@@ -65,12 +70,17 @@ def test_bf16_trains_a_penalty_that_is_computed_with_autocast_on():
 
 
 @pytest.mark.slow
-def test_layers_behind_a_sigmoid_stack_move_with_the_proposal():
-    """Plain fp16 leaves the first layers where they are; the proposal moves them as fp32 does."""
-    _, _, moved_in_fp32 = train(jobs.sigmoids, "fp32")
-    _, _, moved = train(jobs.sigmoids, "fp16")
-    assert not moved["embed.weight"].any()
-    assert not moves_alike(moved, moved_in_fp32)
-    _, skipped, moved = train(jobs.sigmoids, rehearse(jobs.sigmoids, steps=8, batch=16).proposal.policy)
+@pytest.mark.parametrize("depth", [12, 14, 16])
+def test_layers_behind_a_sigmoid_stack_move_with_the_proposal(depth):
+    """Plain fp16 leaves the first layers where they are; the proposal moves every layer in the direction of fp32.
+
+    With a threshold of 5 % the cosine of a layer of the stack of 12 is 0.98.
+    """
+    job = jobs.stack(lambda: jobs.Sigmoids(depth))
+    _, _, moved_in_fp32 = train(job, "fp32")
+    if depth > 12:  # with 12 layers plain fp16 moves them, in another direction
+        _, _, moved = train(job, "fp16")
+        assert not moved["embed.weight"].any()
+    _, skipped, moved = train(job, rehearse(job, steps=8, batch=16).proposal.policy)
     assert skipped <= 3
-    assert moves_alike(moved, moved_in_fp32)
+    assert moves_alike(moved, moved_in_fp32, 0.99)

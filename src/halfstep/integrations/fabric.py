@@ -21,7 +21,7 @@ from halfstep.engine.region import compute_region
 from halfstep.errors import SettingError
 from halfstep.hardware.accelerator import pick_device
 from halfstep.integrations.adoption import Adoption
-from halfstep.integrations.scaler import scaler_of
+from halfstep.integrations.scaler import SharedScaler, scaler_of
 from halfstep.integrations.versions import warn_if_untested
 from halfstep.precision.policy import Policy
 
@@ -41,6 +41,7 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         self._accumulate = accumulate
         self._device = pick_device("auto")
         self.scaler = scaler_of(self.policy, self._device, {})
+        self._shared = None if self.scaler is None else SharedScaler(self.scaler)
         self._adoption = Adoption(self.policy)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -54,27 +55,23 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and backpropagate."""
-        super().backward(tensor if self.scaler is None else self.scaler.scale(tensor), model, *args, **kwargs)
+        super().backward(tensor if self._shared is None else self._shared.scale(tensor), model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient is not finite."""
         stepped = self._adoption.adopt(optimizer)
-        if self.scaler is None:
-            return stepped.step(**kwargs)
-        returned = self.scaler.step(stepped, **kwargs)
-        self.scaler.update()
-        return returned
+        return stepped.step(**kwargs) if self._shared is None else self._shared.step(stepped, **kwargs)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by `fabric.clip_gradients`: make the gradients true ones."""
-        if self.scaler is None:
+        if self._shared is None:
             return
         if self.policy.params == "fp16":
             raise SettingError(
                 f"{self.policy}: gradients in fp16 stay scaled until the step, which unscales them exactly, so Fabric cannot clip them. "
                 "Use halfstep.integrations.clipping.clip_by_norm(params, max_norm, scale), the Trainer's plugin, or a preset with fp32 weights."
             )
-        self.scaler.unscale_(self._adoption.adopt(optimizer))
+        self._shared.unscale(self._adoption.adopt(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scaler."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from halfstep.hardware.accelerator import pick_device
 from halfstep.integrations.adoption import Adoption
 from halfstep.integrations.clipping import clip_by_norm
 from halfstep.integrations.monitor import Monitor, Outlet, own_optimizer
-from halfstep.integrations.scaler import scaler_of
+from halfstep.integrations.scaler import SharedScaler, scaler_of
 from halfstep.integrations.versions import warn_if_untested
 from halfstep.precision.policy import Policy
 from halfstep.watching.watch import Watch
@@ -43,6 +44,7 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         self.precision = str(self.policy)
         self.scaler: torch.amp.GradScaler | None = None
+        self._shared: SharedScaler | None = None
         self._adoption = Adoption(self.policy)
         self._device = pick_device("auto")
         self._loaded: dict[str, Any] = {}
@@ -60,9 +62,11 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         self._device = next(model.parameters()).device
         stepped = [self._adoption.adopt(optimizer) for optimizer in optimizers]
         if optimizers and self.scaler is None:
-            self.scaler = scaler_of(self.policy, self._device, dict(unwrap(model).named_parameters()))
-            if self.scaler is not None and self._loaded:
-                self.scaler.load_state_dict(self._loaded)
+            scaler = scaler_of(self.policy, self._device, dict(unwrap(model).named_parameters()))
+            if scaler is not None:
+                self.scaler, self._shared = scaler, SharedScaler(scaler)
+                if self._loaded:
+                    scaler.load_state_dict(self._loaded)
         return model, stepped, lr_schedulers
 
     @contextlib.contextmanager
@@ -73,12 +77,12 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss."""
-        loss: Tensor = super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+        loss: Tensor = super().pre_backward(tensor if self._shared is None else self._shared.scale(tensor), module)
         return loss
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Compute the gradients, clip them, and step unless one is not finite."""
-        if self.scaler is None:
+        if self._shared is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(own_optimizer(optimizer), torch.optim.LBFGS):
             raise SettingError(
@@ -88,11 +92,9 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         if result is None and model.automatic_optimization:  # training_step returned None
             return result
         if not self._is_scaled:
-            self.scaler.unscale_(optimizer)
+            self._shared.unscale(optimizer)
         self._after_closure(model, optimizer)
-        returned = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return returned
+        return self._shared.step(optimizer, **kwargs)
 
     def clip_gradients(
         self,
@@ -100,9 +102,12 @@ class HalfstepPrecision(Precision):  # type: ignore[misc]
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip the true gradients."""
+        """Clip the true gradients; in manual optimization this comes before the step that would unscale them."""
         if clip_val <= 0:
             return
+        if self._shared is not None and not self._is_scaled:
+            # The step knows the optimizer without Lightning's wrapper.
+            self._shared.unscale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         scale = self.scaler._scale if self.scaler is not None and self._is_scaled else None  # noqa: SLF001 - get_scale() waits
         if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
             clip_by_norm(self.main_params(optimizer), float(clip_val), scale)

@@ -34,6 +34,8 @@ class Ledger:
         bool  # whether gradients inside the loss are computed with autocast on, in 16 bits whatever module is kept
     )
 
+    noise: frozenset[tuple[str, str]] = frozenset()  # (kind, name) of gradients that are rounding noise in fp32 itself
+
     def of(self, kind: str, name: str) -> TensorStats | None:
         """The statistics of one tensor; None if there was none."""
         return self.stats.get((kind, name))

@@ -38,6 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.kernels.exponents import LARGEST, count_exponents
 from halfstep.kernels.gradstats import dense_values
 from halfstep.rehearsal.blocks import BlockSums
+from halfstep.rehearsal.noise import Probe
 from halfstep.rehearsal.rules import FIRST, FP32, LOWER, PROMOTE, VIEW, rule_of
 
 __all__ = [
@@ -95,6 +96,7 @@ class Observer(TorchFunctionMode):
         self._in_loss = False
         self.casts_inner = False  # whether the loss calls torch.autograd.grad with autocast on
         self.blocks: BlockSums | None = None  # set for the step in which block-scaled formats are emulated
+        self.probe: Probe | None = None  # set for a step that is not counted, but samples its gradients
         for name, module in model.named_modules():
             label = name or ROOT
             if name and not any(True for _ in module.children()):
@@ -123,6 +125,10 @@ class Observer(TorchFunctionMode):
             return
         values = dense_values(tensor.detach())
         if not values.numel():
+            return
+        if self.probe is not None:
+            if kind in (GRADIENT, WEIGHT_GRADIENT):
+                self.probe.add((kind, name), values)
             return
         table = count_exponents([values]).table[0]
         row = self._rows.get((kind, name))
@@ -207,6 +213,8 @@ class Observer(TorchFunctionMode):
             if tensor in self._params:
                 continue
             self._producers[tensor] = name
+            if self.probe is not None and tensor.requires_grad and not _shares(tensor, inputs):
+                self.probe.disturb(tensor)
             if rule != VIEW:
                 self.count(ACTIVATION, name, tensor)
                 if tensor.requires_grad:
@@ -220,12 +228,13 @@ class Observer(TorchFunctionMode):
                 if tensor.requires_grad:
                     tensor.register_hook(self._gradient_hook(name))  # type: ignore[no-untyped-call]
 
-    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], Tensor | None]:
+        def hook(gradient: Tensor) -> Tensor | None:
             with torch.no_grad():
                 self.count(INNER if self._in_loss else GRADIENT, name, gradient)
             if self._in_loss and gradient.requires_grad:  # create_graph=True
                 gradient.register_hook(lambda second: self.count(GRADIENT, name, second))  # type: ignore[no-untyped-call]
+            return None if self.probe is None else self.probe.disturbed(gradient)
 
         return hook
 

@@ -9,8 +9,11 @@ the order of the step, until nothing is:
     a sum of 16-bit tensors in a module around      keep the module that computed the larger summand: torch promotes the sum
     attention logits and other inner products       keep the module whose forward computes them, with all its children
 
-The loss scale is chosen with the 16-bit gradients that remain. Gradients of which 30 % is lost at that scale have their modules
-kept in fp32, and the scale is chosen again for the others. If more than half of the products would have to be kept, or something lies outside of any
+The loss scale is chosen with the 16-bit gradients that remain. Gradients of which 0.5 % is lost at that scale have their modules
+kept in fp32, and the scale is chosen again for the others. What is kept for that reason is still reached through the layers behind it, so
+from then on 0.1 % is the limit for activation gradients that lead there: a weight gradient is a sum over the batch in which large
+parts cancel, and an error of 2 % of its terms was 20 % of the sum. Gradients that are noise in fp32 itself
+(`noise.py`) do not count. If more than half of the products would have to be kept, or something lies outside of any
 module, bf16 is proposed instead.
 """
 
@@ -43,8 +46,9 @@ from halfstep.watching.stats import TensorStats
 __all__ = ["Proposal", "Risk", "Trouble", "propose", "risks_of", "sixteen_bit_rows", "troubles_of"]
 
 LOST = (
-    0.3  # relative error of a gradient from which it counts as lost: 17 degrees off; rounding alone is 0.0002 in fp16
+    0.005  # relative error of a gradient from which it counts as lost; rounding alone is 0.0002 in fp16, 0.0016 in bf16
 )
+LOST_BEFORE = 0.001  # the same for an activation gradient that leads to modules that are kept because of LOST
 MOST_KEPT = 0.5  # share of the products; with more of them in fp32, fp16 is no gain
 NEAR = 3.0  # powers of two from the limit: 8 times as large would overflow
 _NOT_CURED = "keeping modules in fp32 does not change that"
@@ -68,7 +72,7 @@ class Trouble:
     cure: str | None  # the module to keep in fp32; None if it is outside of every module
 
     def __str__(self) -> str:
-        what = f"up to {self.largest:.3g}" if self.effect == OVERFLOW else f"{self.lost:.0%} lost"
+        what = f"up to {self.largest:.3g}" if self.effect == OVERFLOW else f"{100 * self.lost:.2g}% lost"
         return f"{self.module}: {self.kind} {self.effect}s, {what} ({self.function})"
 
 
@@ -147,10 +151,12 @@ def propose(ledger: Ledger, policy: Policy) -> Proposal:
     reasons: list[str] = []
     scale: BestScale | None = None
     fresh = False  # whether the scale was chosen for the modules that are in fp32 now
+    starved: set[str] = set()  # modules that are kept because gradients underflow
     while True:
         narrow = sixteen_bit(ledger.operations, in_fp32)
         exponent = None if scale is None else scale.exponent
-        trouble = next(_all_troubles(ledger, narrow, in_fp32, fmt, exponent), None)
+        leading = _leading_to(ledger, starved)
+        trouble = next(_all_troubles(ledger, narrow, in_fp32, fmt, exponent, leading), None)
         if trouble is None:
             if fresh or (scale is None and fmt is not FP16):
                 break
@@ -160,6 +166,8 @@ def propose(ledger: Ledger, policy: Policy) -> Proposal:
             advice = _AUTOCAST_OFF if trouble.kind == INNER and ledger.casts_inner else _NOT_CURED
             return _wider(ledger, policy, [*reasons, str(trouble)], advice)
         fresh = False
+        if trouble.effect == UNDERFLOW and trouble.kind != INNER:
+            starved.add(trouble.cure)
         reasons.append(f"keep {trouble.cure} in fp32. {trouble}")
         in_fp32 = {name for name in in_fp32 if not is_inside(name, {trouble.cure})} | {trouble.cure}
     if _share_kept(ledger, in_fp32) > MOST_KEPT:
@@ -205,12 +213,26 @@ def _share_kept(ledger: Ledger, in_fp32: Collection[str]) -> float:
 
 
 def _all_troubles(
-    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, exponent: int | None
+    ledger: Ledger,
+    narrow: set[str],
+    in_fp32: Collection[str],
+    fmt: Format,
+    exponent: int | None,
+    leading: Collection[str] = (),
 ) -> Iterator[Trouble]:
     """What is out of range, forward first; gradients only once there is a loss scale 2^exponent."""
     yield from _forward_troubles(ledger, narrow, in_fp32, fmt)
     if exponent is not None:
-        yield from _gradient_troubles(ledger, narrow, in_fp32, fmt, exponent)
+        yield from _gradient_troubles(ledger, narrow, in_fp32, fmt, exponent, leading)
+
+
+def _leading_to(ledger: Ledger, modules: Collection[str]) -> set[str]:
+    """The operations through which the gradients of some modules come."""
+    leading: set[str] = set()
+    for name, op in ledger.operations.items() if modules else ():
+        if is_inside(op.module, modules) or any(source in leading for source in op.inputs):
+            leading.add(name)
+    return leading
 
 
 def _forward_troubles(ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format) -> Iterator[Trouble]:
@@ -255,34 +277,42 @@ def _overflows(
 
 
 def _gradient_troubles(
-    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, exponent: int
+    ledger: Ledger, narrow: set[str], in_fp32: Collection[str], fmt: Format, exponent: int, leading: Collection[str]
 ) -> Iterator[Trouble]:
     for op, kind, stats in _gradients(ledger, narrow, in_fp32):
+        limit = LOST_BEFORE if kind == GRADIENT and op.name in leading else LOST
         if math.ldexp(largest_magnitude(stats), exponent) > fmt.max:
             yield _trouble(ledger, narrow, op, kind, stats, OVERFLOW, math.inf)
-        elif (lost := relative_error(stats.bins, fmt, exponent)) > LOST:
+        elif (lost := relative_error(stats.bins, fmt, exponent)) > limit:
             yield _trouble(ledger, narrow, op, kind, stats, UNDERFLOW, lost)
 
 
 def _gradients(
     ledger: Ledger, narrow: set[str], in_fp32: Collection[str]
 ) -> Iterator[tuple[Operation, str, TensorStats]]:
-    """The gradients that are computed in 16 bits, with the operation that needs them; none without a non-zero element."""
+    """The gradients that are computed in 16 bits, with the operation that needs them; none that is zero or noise."""
     for name, op in ledger.operations.items():
-        own = ledger.gradient(name) if name in narrow and op.rule != VIEW else None
-        if own is not None and own.nonzero:
+        own = _known(ledger, name) if name in narrow and op.rule != VIEW else None
+        if own is not None:
             yield op, GRADIENT, own
         if op.rule != LOWER or is_inside(op.module, in_fp32):
             continue
         # The weights of a product together: the gradient of a bias alone may be rounding noise (of keys in attention, or
         # before a batch norm it is 0 in exact arithmetic).
-        weights = ledger.merged(WEIGHT_GRADIENT, op.params)
+        known = tuple(param for param in op.params if (WEIGHT_GRADIENT, param) not in ledger.noise)
+        weights = ledger.merged(WEIGHT_GRADIENT, known)
         if weights is not None and weights.nonzero:
             yield op, WEIGHT_GRADIENT, weights
         for source in _wide_sources(ledger, narrow, op):
-            stats = ledger.gradient(source)
-            if stats is not None and stats.nonzero:
+            stats = _known(ledger, source)
+            if stats is not None:
                 yield op, GRADIENT, stats
+
+
+def _known(ledger: Ledger, name: str) -> TensorStats | None:
+    """The gradient of an operation's result; None if there is none, or it is 0 or rounding noise."""
+    stats = ledger.gradient(name)
+    return None if stats is None or not stats.nonzero or (GRADIENT, name) in ledger.noise else stats
 
 
 def _scale_for(

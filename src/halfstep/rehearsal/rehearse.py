@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state, seed_everything
@@ -25,6 +26,7 @@ from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 from halfstep.rehearsal.blocks import BlockSums, block_errors
 from halfstep.rehearsal.ledger import Ledger, Row
+from halfstep.rehearsal.noise import STRENGTH, Probe, changed
 from halfstep.rehearsal.observer import INPUT, KINDS, LOSS, ROOT, UPDATE, WEIGHT, WEIGHT_GRADIENT, Observer
 from halfstep.rehearsal.proposal import propose, risks_of, sixteen_bit_rows, troubles_of
 from halfstep.rehearsal.result import Rehearsal
@@ -117,8 +119,7 @@ def _observe(
     try:
         for step, (epoch, batch) in enumerate(_batches(job, run, steps), start=1):
             observer.blocks = sums if step == steps else None
-            with engine.forward(), observer.observe(run.device):
-                loss = job.call("loss", run, model=model, batch=batch, split="train", epoch=epoch)
+            loss = _loss(job, run, engine, observer, model, batch, epoch)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
                 raise HalfstepError(
@@ -128,10 +129,43 @@ def _observe(
                 engine.backward(loss)
             del loss
             _step(engine, model, observer)
+        ledger = _ledger(observer, model, sums)
+        if propose(ledger, policy).reasons:
+
+            def differentiate() -> None:
+                loss = _loss(job, run, engine, observer, model, batch, epoch)
+                with observer.backward():
+                    loss.backward()  # type: ignore[no-untyped-call]
+
+            ledger = replace(ledger, noise=_noise(differentiate, model, observer))
     finally:
         observer.close()
         engine.close()
-    return _ledger(observer, model, sums), losses
+    return ledger, losses
+
+
+def _loss(
+    job: Job, run: RunContext, engine: Engine, observer: Observer, model: nn.Module, batch: Any, epoch: int
+) -> Tensor:
+    with engine.forward(), observer.observe(run.device):
+        loss: Tensor = job.call("loss", run, model=model, batch=batch, split="train", epoch=epoch)
+    return loss
+
+
+def _noise(differentiate: Callable[[], None], model: nn.Module, observer: Observer) -> frozenset[tuple[str, str]]:
+    """The gradients that are rounding noise in fp32: those of the same step, twice, differ."""
+    state, samples = rng_state(), []
+    for strength in (0.0, STRENGTH):
+        restore_rng(state)
+        model.zero_grad(set_to_none=True)
+        observer.probe = Probe(strength)
+        differentiate()
+        for name, param in trainable(model):
+            if param.grad is not None:
+                observer.count(WEIGHT_GRADIENT, name, param.grad)
+        samples.append(observer.probe.samples)
+    observer.probe = None
+    return changed(*samples)
 
 
 def _scheduler(job: Job, run: RunContext, optimizer: Any, model: nn.Module) -> Any:
