@@ -318,3 +318,39 @@ def test_scaler_saved_by_a_helper_and_not_restored():
     assert (
         findings(HEAD + "resume_checkpoint(model, optimizer, scaler)\n" + LOAD + LOOP.format(save=save), "HS171") == []
     )
+
+
+LOOKED_UP = """\
+import torch
+from library import load_checkpoint, save_checkpoint, restart_from_checkpoint
+scaler = torch.amp.GradScaler("cuda")
+checkpoint = torch.load("x.pt")
+optimizer.load_state_dict(checkpoint["optimizer"])
+{use}
+for epoch in range(9):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}}, "x.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ('has_scale = "scaler" in checkpoint', ["HS170"]),
+        ('state = checkpoint.get("scaler")', ["HS170"]),
+        ('state = checkpoint["scaler"]', ["HS170"]),
+        ("restart_from_checkpoint(path, scaler=scaler)", ["HS170"]),
+        ('names = ["model", "scaler"]', []),
+        ('parts["scaler"] = scaler', []),
+        ("save_checkpoint(path, scaler)", []),
+    ],
+)
+def test_looking_up_a_scaler_in_a_checkpoint_saves_none(use, expected):
+    """A key that is read, or a function that restores, puts nothing into the checkpoint; a key or call that may write does."""
+    assert [f.code for f in findings(LOOKED_UP.format(use=use), "HS170")] == expected

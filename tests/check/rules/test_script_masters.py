@@ -755,3 +755,14 @@ def test_a_default_dtype_that_is_restored():
     (finding,) = findings(DEFAULT.format(cast=""), "HS162")
     assert "created before line 4 is float16" in finding.message
     assert codes(DEFAULT.format(cast=".bfloat16()")) == ["HS151:3"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("amp_ctx", ["HS151"]), ("amp_context", ["HS151"]), ("amp_C", [])])
+def test_the_name_of_a_context_is_no_sign_of_master_weights(name, expected):
+    """`amp_C` is Apex's extension, which keeps float32 copies; a variable whose name starts like it is not."""
+    text = (
+        "import torch\nmodel = Net().cuda().bfloat16()\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        f"{name} = torch.autocast('cuda', dtype=torch.bfloat16)\nfor x in loader:\n    with {name}:\n        loss = model(x)\n"
+        "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert [f.code for f in findings(text, "HS151")] == expected

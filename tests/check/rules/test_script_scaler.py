@@ -282,3 +282,21 @@ for x, y in loader:
     scaler.update()
 """
     assert [f.code for f in findings(text, "HS134")] == expected
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("save_checkpoint(path, model, scaler=scaler)", ["HS122"]),
+        ("load_checkpoint(path, scaler)", ["HS122"]),
+        ("train_epoch(model, scaler)", []),
+    ],
+)
+def test_a_scaler_that_is_only_saved_is_unused(use, expected):
+    """A function of another file that saves the scaler does not train with it; one that trains may."""
+    text = (
+        "import torch\nfrom library import save_checkpoint, load_checkpoint, train_epoch\nscaler = torch.amp.GradScaler('cuda')\n"
+        "for x in loader:\n    with torch.autocast('cuda', dtype=torch.float16):\n        loss = model(x)\n    loss.backward()\n"
+        f"    optimizer.step()\n    optimizer.zero_grad()\n    {use}\n"
+    )
+    assert [f.code for f in findings(text, "HS122")] == expected

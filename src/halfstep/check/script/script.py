@@ -2,6 +2,7 @@
 
     names      imports and aliases          -> torch.cuda.amp.autocast
     outline    functions, assignments       -> what `scaler` may be
+    literals   arguments                    -> `fp16=True` for `fp16=CFG.fp16`
     choices    expressions                  -> every dtype, device or string that one may be
     values     calls                        -> an autocast region and its dtype, a scaler
     recognise  calls                        -> scale, backward, unscale, clip, step, update
@@ -32,8 +33,10 @@ from halfstep.check.script.objects.modules import classes_under_autocast
 from halfstep.check.script.objects.training import Training
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
 from halfstep.check.script.syntax.edits import Lines
+from halfstep.check.script.syntax.literals import write_in_place
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, read_outline
+from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords
 from halfstep.check.settings import Settings
 
@@ -232,8 +235,10 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
+    make_plain(tree)
     outline = read_outline(tree, text, (*words.words, *words.lines))
     # PaddlePaddle has classes and methods of the same names, with other rules.
     if outline.names.uses("paddle") and not any(i.full.split(".")[0] == "torch" for i in outline.names.imported):
         return Script(source, settings, tree)
+    write_in_place(outline)
     return Script(source, settings, tree, outline=outline)

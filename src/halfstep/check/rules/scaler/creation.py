@@ -31,7 +31,7 @@ _ONE_STEP = re.compile(
     r"^_*(train|training|optimi[sz]ation|optimi[sz]e|update)_?(one_?|single_?)?(step|batch|iteration|iter)$",
     re.IGNORECASE,
 )
-_USES = ("scale", "scaler_step", "unscale", "handed", "stored")
+_USES = ("scale", "scaler_step", "unscale", "handed")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -254,6 +254,10 @@ def _is_state(script: Script, use: ast.expr) -> bool:
     if isinstance(parent, ast.Attribute):
         return parent.attr in {"state_dict", "load_state_dict", "update", "is_enabled"}
     if _is_prepared(parent):
+        return True
+    # Passed to a function of another file that saves or logs it.
+    call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else parent
+    if isinstance(call, ast.Call) and any(event.node is call for event in script.events("stored")):
         return True
     return isinstance(parent, ast.Compare) and constant(parent.comparators[0]) is None
 

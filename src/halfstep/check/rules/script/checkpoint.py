@@ -18,6 +18,7 @@ from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
     has_progress,
     is_setting,
+    looks_up,
     passed_objects,
     restored_copies,
     restores_models,
@@ -58,6 +59,7 @@ _RESUMES = re.compile(
     r"auto_load|(initial|init|start|begin|last|first)_?(global_?)?(epoch|iter|step|it$)",
     re.IGNORECASE,
 )
+_RESTORES = re.compile(r"load|resum|restor|restart", re.IGNORECASE)
 _LOADS = re.compile(r"load|resum|restor|register|setup|init", re.IGNORECASE)
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
 _ABOUT = re.compile(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
@@ -157,7 +159,9 @@ class ScalerNotSaved(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in scripts that step with a scaler and never save one."""
         steps = _stepping(script)
-        if script.has("save_scaler") or _handed(script) or _names_scaler(script):
+        # A function that restores the scaler saves nothing.
+        handed = [e for e in _handed(script) if saves(_callee(e)) or not _RESTORES.search(_callee(e))]
+        if script.has("save_scaler") or handed or _names_scaler(script):
             return
         yield from self._owned(script)
         scalers = _used(script)
@@ -238,7 +242,7 @@ def _names_scaler(script: Script) -> bool:
             logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
-        elif isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func)):
+        elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
             continue  # whether there is a scaler, or its name in a log, not what a checkpoint contains
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]

@@ -13,7 +13,6 @@ from halfstep.check.rules.weights.masters import choices_of, is_exercise
 from halfstep.check.rules.weights.quantized import quantizations
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
-from halfstep.check.script.objects.choices import default_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
 from halfstep.check.script.objects.values import constant, text_of
@@ -21,6 +20,7 @@ from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, condi
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["RULES"]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = [
     "DTYPES",
@@ -104,17 +105,6 @@ def _either(
     if len(values) > MAX_VALUES:
         return _NOTHING
     return outside.union(*(read(outline, v, function, depth - 1) for v in values if v is not node))
-
-
-def default_of(function: Function, name: str) -> ast.expr | None:
-    """The default of a parameter."""
-    if isinstance(function.node, ast.Module):
-        return None
-    a = function.node.args
-    plain = [*a.posonlyargs, *a.args]
-    defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
-    defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
-    return defaults.get(name)
 
 
 def strings_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:

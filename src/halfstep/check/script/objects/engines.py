@@ -20,6 +20,7 @@ from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
     "ACCELERATE",
@@ -198,19 +199,20 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
     while isinstance(parent, ast.IfExp | ast.BoolOp):
         parent = outline.parents.get(parent)
     target = parent.targets[0] if isinstance(parent, ast.Assign) else getattr(parent, "target", None)
+    key = key_of(target) or (returned_to(outline, parent) if parent is not None else "")
     hidden = any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
     if library == FABRIC:
         value = argument(call, None, "precision")
         strategy = str(constant(argument(call, None, "strategy")))
         plugin = next((name for name in ("deepspeed", "fsdp") if name in strategy), "")
         precision = "?" if hidden and value is None else _precision(outline, value, function, absent="fp32")
-        return Engine(library, key_of(target), precision, None, plugin, function=function)
+        return Engine(library, key, precision, None, plugin, function=function)
     value = argument(call, 2, "mixed_precision")
     steps = argument(call, 3, "gradient_accumulation_steps") or _plugin_steps(outline, call, function)
     plugins = {k.arg for k in call.keywords if not isinstance(k.value, ast.Constant)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
     precision = _precision(outline, value, function, absent="?")
-    return Engine(library, key_of(target), precision, steps, plugin, function=function)
+    return Engine(library, key, precision, steps, plugin, function=function)
 
 
 def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.script.objects.choices import default_of, strings_of
+from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["AUTO", "SIXTEEN_BIT", "formats_of", "keyword_of", "passed_for", "returned_by"]
 

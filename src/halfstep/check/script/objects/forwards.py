@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.script.objects.choices import default_of
 from halfstep.check.script.objects.engines import loop_class
 from halfstep.check.script.objects.losses import BCE
 from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["bce_in_forward", "off_by_default"]
 

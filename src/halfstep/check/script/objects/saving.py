@@ -17,6 +17,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = [
     "has_progress",
     "is_setting",
+    "looks_up",
     "looped_objects",
     "passed_objects",
     "restored_copies",
@@ -31,6 +32,7 @@ _RESTORES = re.compile(r"resume|restore|restart_?from|load_(ckpt|checkpoint|stat
 _SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
+_CHECKPOINT = re.compile(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
 _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 
@@ -60,6 +62,22 @@ def restored_copies(outline: Outline, scalers: tuple[Scaler, ...]) -> Iterator[t
             parent = outline.parents.get(parent)
         if isinstance(parent, ast.Call) and restores(key_of(parent.func).rsplit(".", 1)[-1]):
             yield scaler, parent
+
+
+def looks_up(node: ast.AST) -> bool:
+    """Whether an entry of a checkpoint is looked up: `"scaler" in checkpoint`, `checkpoint["scaler"]`, `checkpoint.get("scaler")`."""
+    if isinstance(node, ast.Compare):
+        return (
+            len(node.ops) == 1 and isinstance(node.ops[0], (ast.In, ast.NotIn)) and _is_checkpoint(node.comparators[0])
+        )
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.ctx, ast.Load) and _is_checkpoint(node.value)
+    is_get = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"get", "pop"}
+    return is_get and _is_checkpoint(node.func.value)  # type: ignore[attr-defined]
+
+
+def _is_checkpoint(node: ast.expr) -> bool:
+    return bool(_CHECKPOINT.search(key_of(node).rsplit(".", 1)[-1]))
 
 
 def has_progress(entry: ast.AST | None) -> bool:

@@ -6,12 +6,13 @@ import ast
 import re
 
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.choices import default_of, field_defaults
+from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.formats import keyword_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["PARSES", "arguments_of", "has_plain_trainer", "is_sharded", "is_trainer", "model_of", "unsharded_when"]
 

@@ -52,7 +52,7 @@ _PLAIN = (
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
 _MASTERS = re.compile(
     r"master_?(weight|param|copy|copies|dtype|grad|fp32|model)|fp32_(master|param|copy|copies|weight|group|from)|"
-    r"params?_(fp32|master)|FP16_?Optimizer|amp_C|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
+    r"params?_(fp32|master)|FP16_?Optimizer|(?-i:^amp_C$)|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )

@@ -26,6 +26,7 @@ from halfstep.check.script.objects.choices import (
 from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
     "DTYPES",
@@ -348,6 +349,8 @@ def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler 
         key = key_of(parent.target)
     elif isinstance(parent, ast.Tuple):
         key = _target_of(outline, parent, call)
+    elif isinstance(parent, ast.Return):
+        key = returned_to(outline, parent)
     if flag and enabled == "yes":
         enabled = flag
     return Scaler(call, function, key, api, enabled, parent)

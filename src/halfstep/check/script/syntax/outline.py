@@ -117,7 +117,7 @@ class Outline:
         """What is assigned to a variable, or passed for a parameter, each with the function that contains it."""
         bindings = self.lookup(key, function)
         if not bindings and key in function.params:
-            yield from self._passed(key, function)
+            yield from self.passed(key, function)
         for binding in bindings[:MAX_BINDINGS]:
             value = binding.value
             if value is not None and binding.index is not None:
@@ -125,10 +125,11 @@ class Outline:
             if value is not None:
                 yield value, binding.function
 
-    def _passed(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    def passed(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """What the calls in this file pass for a parameter, each with the calling function."""
         position = function.params.index(param) - (function.method and function.params[0] in {"self", "cls"})
-        for call, caller in self.calls.get(function.name, ()):
+        # `Trainer(cfg)` runs `Trainer.__init__(self, cfg)`.
+        for call, caller in self.calls.get(function.cls if function.name == "__init__" else function.name, ()):
             by_name = [k.value for k in call.keywords if k.arg == param]
             by_position = call.args[position : position + 1]
             if (by_name or by_position) and self._plain_target(call, caller) is function:

@@ -21,6 +21,8 @@ _WORDS = (
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "parameters(", "from_pretrained", "cross_entropy", "requires_grad",
     "peft", "Lora", "lora_",
+    # A constructor that stores the settings: `self.cfg.dtype` of another method leads to it.
+    "self.cfg =", "self.config =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Binding", "CallSite", "Choice", "Function", "StatementCall"]
+__all__ = ["Binding", "CallSite", "Choice", "Function", "StatementCall", "default_of"]
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -59,3 +59,14 @@ class StatementCall(NamedTuple):
 
     call: ast.Call
     choices: tuple[Choice, ...]
+
+
+def default_of(function: Function, name: str) -> ast.expr | None:
+    """The default of a parameter."""
+    if isinstance(function.node, ast.Module):
+        return None
+    a = function.node.args
+    plain = [*a.posonlyargs, *a.args]
+    defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+    defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
+    return defaults.get(name)

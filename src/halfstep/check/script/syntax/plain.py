@@ -1,0 +1,48 @@
+"""Two forms of statements as the plain ones that rules know, in the same places of the text.
+
+    scaler: GradScaler = GradScaler()          scaler = GradScaler()
+    stack.enter_context(autocast("cuda"))      with autocast("cuda"):      around the rest of the block of `with ExitStack() as stack`
+
+Fields of classes keep their annotations: a dataclass has a field only where there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["make_plain"]
+
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+def make_plain(tree: ast.Module) -> None:
+    """Replace annotated assignments outside the bodies of classes, and contexts that an ExitStack enters."""
+    stack: list[ast.AST] = [tree]  # an explicit stack, because generated code nests deeper than Python recurses
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            _nest(node)
+        for name in _BLOCKS:
+            block = getattr(node, name, None)
+            if not isinstance(block, list):
+                continue
+            for index, part in enumerate(block):
+                if not isinstance(part, ast.AnnAssign):
+                    stack.append(part)
+                elif part.value is not None and not isinstance(node, ast.ClassDef):
+                    block[index] = ast.copy_location(ast.Assign([part.target], part.value), part)
+
+
+def _nest(node: ast.With | ast.AsyncWith) -> None:
+    """Put what follows `stack.enter_context(context)` in the block of a stack into `with context:`, the last one first."""
+    names = {key_of(item.optional_vars) for item in node.items if item.optional_vars is not None}
+    for index in range(len(node.body) - 2, -1, -1):
+        part = node.body[index]
+        call = part.value if isinstance(part, ast.Expr) else None
+        func = call.func if isinstance(call, ast.Call) else None
+        is_entered = isinstance(func, ast.Attribute) and func.attr == "enter_context" and key_of(func.value) in names
+        if is_entered and isinstance(call, ast.Call) and len(call.args) == 1:
+            inner = ast.With([ast.withitem(call.args[0])], node.body[index + 1 :])
+            node.body[index:] = [ast.copy_location(inner, part)]

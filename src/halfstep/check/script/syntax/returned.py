@@ -1,0 +1,33 @@
+"""Where an object goes that a function of the file creates and returns: `scaler` of `scaler = build_scaler(cfg)`."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Outline
+
+__all__ = ["returned_to"]
+
+MAX_DEPTH = 3
+
+
+def returned_to(outline: Outline, node: ast.AST, depth: int = MAX_DEPTH) -> str:
+    """The variable that receives what a `return` statement returns; "" unless all calls in the file agree on its name."""
+    if not isinstance(node, ast.Return) or not depth:
+        return ""
+    around: ast.AST | None = node
+    while around is not None and not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        around = outline.parents.get(around)
+    builder = next((f for f in outline.functions if f.node is around), None)
+    if builder is None:
+        return ""
+    keys = set()
+    for call, caller in outline.calls.get(builder.name, ()):
+        if outline.call_target(call, caller) is builder:
+            parent: ast.AST | None = outline.parents.get(call)
+            while isinstance(parent, (ast.IfExp, ast.BoolOp)):
+                parent = outline.parents.get(parent)
+            target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+            keys.add(key_of(target) or (returned_to(outline, parent, depth - 1) if parent is not None else ""))
+    return keys.pop() if len(keys) == 1 else ""
