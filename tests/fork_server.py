@@ -18,11 +18,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 HIGH = 512  # received files wait above the numbers that a program has them at
 POLL_SECONDS = 0.02
 MOST_FILES = 64  # of a program
+END_SECONDS = 2.0  # for programs whose clients have ended
 
 
 def receive(connection):
@@ -97,6 +99,14 @@ def watch(connection, pid):
             os._exit(0)
 
 
+def reap(seconds=0.0):
+    """Wait for processes that have ended, or are about to: their processor time counts only then."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while os.waitpid(-1, os.WNOHANG)[0] or time.monotonic() < end:
+            time.sleep(0.001)
+
+
 def serve(path):
     """The request of the program that this process is to become; the server itself returns None at its end."""
     listener = socket.socket(socket.AF_UNIX)
@@ -105,11 +115,10 @@ def serve(path):
     print("ready", flush=True)
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         if sys.stdin in ready:
+            reap(END_SECONDS)
             return None
+        reap()
         connection, _ = listener.accept()
         if os.fork():
             connection.close()
