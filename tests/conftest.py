@@ -5,6 +5,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forked_python import forking
 from halfstep import events
 
 # A deadline, and the health check that counts examples per second, would measure how busy the machine is.
@@ -22,6 +23,13 @@ def pytest_collection_modifyitems(items):
             for item in items:
                 if "gpu" in item.keywords:
                     item.add_marker(skip)
+
+
+@pytest.fixture
+def forked():
+    """Python programs that the test starts are forked from one interpreter that has imported torch."""
+    with forking():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -106,16 +106,16 @@ def prints(shown, printed):
     return re.fullmatch(as_pattern(shown), masked(printed).strip("\n") + "\n") is not None
 
 
-def prepare(folder, page="README.md"):
-    """Make the directory that the commands of a page run in; return their environment."""
+def prepare(folder, page="README.md", *programs):
+    """Make the directory that the commands of a page run in; return their environment, with folders of `programs` first."""
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "examples/job.py", folder / "job.py")
     for path in (ROOT / "tests/doc_files" / Path(page).stem).glob("*.*"):
         shutil.copy(path, folder / path.name)
-    bin_folder = str(Path(sys.executable).parent)
+    places = [*map(str, programs), str(Path(sys.executable).parent), os.environ["PATH"]]
     return os.environ | {
-        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(places),
         "HALFSTEP_STATE": str(folder / "state"),
         "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1",

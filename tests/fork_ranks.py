@@ -40,13 +40,12 @@ def redirect(path, mode, descriptor):
 
 
 def fork_ranks(files):
-    """Fork the ranks: their process ids, or in a rank None. A launch without WORLD_SIZE is an ordinary program."""
+    """Fork the ranks: their process ids, or in a rank None."""
     pids = []
     for rank, (out, errors) in enumerate(files):
         pid = os.fork()
         if pid == 0:
-            if "WORLD_SIZE" in os.environ:
-                os.environ["RANK"] = str(rank)
+            os.environ["RANK"] = str(rank)
             redirect(os.devnull, "rb", 0)
             redirect(out, "wb", 1)
             redirect(errors, "wb", 2)

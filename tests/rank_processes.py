@@ -60,12 +60,12 @@ def common_server(options, imports, path):
     return server
 
 
-def run_forked(server, arguments, environment, folder=".", ranks=1, timeout=600):
+def run_forked(server, arguments, environment, ranks, timeout):
     """The exit code, stdout and stderr of each process of a launch; after `timeout` seconds the processes are killed."""
     with tempfile.TemporaryDirectory() as scratch:
         # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
         files = [[os.path.join(scratch, f"{name}-{rank}") for name in ("out", "errors")] for rank in range(ranks)]  # noqa: PTH118
-        request = {"environment": environment, "folder": os.path.abspath(folder), "files": files}  # noqa: PTH100
+        request = {"environment": environment, "folder": os.getcwd(), "files": files}  # noqa: PTH109
         server.stdin.write(json.dumps(request | {"arguments": [str(part) for part in arguments]}) + "\n")
         server.stdin.flush()
         group = int(server.stdout.readline())
@@ -87,12 +87,6 @@ def end_group(group):
         os.killpg(group, signal.SIGKILL)
 
 
-def run_program(program, *arguments, folder):
-    """The exit code, stdout and stderr of a program that needs torch, in a process of its own, as a list of one."""
-    server = common_server((), (), os.environ.get("PYTHONPATH"))
-    return run_forked(server, [program, *arguments], dict(os.environ), folder)
-
-
 def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=(), code=0, imports=()):
     """What each rank of `python options program arguments` printed; every rank must end with `code`, negative for a signal.
 
@@ -106,7 +100,7 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
     else:
         server = common_server(tuple(options), tuple(imports), os.environ.get("PYTHONPATH"))
     try:
-        results = run_forked(server, [program, *arguments], environment, ranks=ranks, timeout=timeout)
+        results = run_forked(server, [program, *arguments], environment, ranks, timeout)
     finally:
         if own:
             end_server(server)

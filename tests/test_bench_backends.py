@@ -11,6 +11,7 @@ PROGRAM = Path(__file__).parent.parent / "benchmarks" / "bench_backends.py"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_every_backend_is_measured_next_to_the_single_one(tmp_path):
     """One process of one rank: all rows train, and each has its ratio to the first."""
     pytest.importorskip("transformers")

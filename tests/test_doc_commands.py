@@ -8,6 +8,7 @@ import click
 import pytest
 
 from doc_commands import PAGES, ROOT, blocks_of, prepare, prints, run
+from forked_python import programs
 from halfstep.cli import cli
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -85,7 +86,8 @@ def test_output_is_compared_by_words():
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page, tmp_path):
     """Each command exits as the page promises and prints what it shows, in one directory from top to bottom."""
-    environment = prepare(tmp_path, page)
+    forked = () if page == "README.md" else (programs(),)  # one page by real interpreters
+    environment = prepare(tmp_path, page, *forked)
     for block in blocks_of(ROOT / page):
         if name := block.note("file"):
             (tmp_path / name).write_text(block.body)

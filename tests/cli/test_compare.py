@@ -23,6 +23,7 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(page, "_plotly_script", lambda: "")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_job_is_compared_and_reported(tmp_path):
     """Table and verdict on stdout, progress on stderr, report and figures on disk; the gate decides the exit code."""
     out = tmp_path / "out"
@@ -103,6 +104,7 @@ def test_a_failed_gate_is_exit_code_3(tmp_path):
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_nothing_completed_is_exit_code_1(tmp_path):
     """A comparison without a completed run is a failure."""
     folder = write_case(tmp_path / "c", (("fp32", 0.1, {}),), failures={"fp32": {"kind": "job", "reason": "broken"}})

@@ -231,6 +231,7 @@ def test_practice_of_an_empty_file_fails_and_is_recorded(tmp_path, state):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_passed_practice_ticks_its_box(tmp_path):
     """Exit code 0, and the checkpoint shows it."""
     file = tmp_path / "clip.py"

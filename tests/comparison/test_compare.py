@@ -136,6 +136,7 @@ def test_a_new_folder_is_named_after_the_target():
     assert new_folder(None).name.startswith("compare-digits-")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_job_that_fails_at_once_leaves_no_directory_behind(tmp_path):
     """A faulty job raises before training, and the same command works again."""
     job = write_job(tmp_path)

@@ -56,6 +56,7 @@ def test_missing_and_interrupted_runs_remain(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_comparison_counts_as_stopped_until_its_last_run_is_done(tmp_path):
     """The survey is marked as stopped from the first run on, so that a killed comparison can be resumed too."""
     marks = []
@@ -101,6 +102,7 @@ def test_resuming_under_other_conditions_raises(tmp_path, changes, message):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_only_what_is_missing_is_run(tmp_path):
     """Finished runs stay as they are, the others are repeated, and a note says that the comparison was resumed."""
     out = tmp_path / "out"

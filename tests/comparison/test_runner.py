@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from comparison_jobs import FAULTY, write_job
+from forked_python import forking
 from halfstep.comparison import compare
 from halfstep.comparison.runner import Runner, SilentObserver, _ActiveRun
 from halfstep.comparison.settings import CompareSettings
@@ -33,17 +34,18 @@ def faulty(tmp_path_factory):
     """A comparison in which bf16 meets a NaN, fp16 is killed, fp8 is not built, a peer is missing and fp32 is fine."""
     folder = tmp_path_factory.mktemp("faulty")
     witness = Witness()
-    comparison = compare(
-        str(write_job(folder, FAULTY)),
-        ["fp32", "bf16", "fp16", "fp8"],
-        peers=["torch-amp:fp32"],
-        steps=12,
-        repeats=2,
-        batch=8,
-        warmup=2,
-        out=folder / "out",
-        observer=witness,
-    )
+    with forking():
+        comparison = compare(
+            str(write_job(folder, FAULTY)),
+            ["fp32", "bf16", "fp16", "fp8"],
+            peers=["torch-amp:fp32"],
+            steps=12,
+            repeats=2,
+            batch=8,
+            warmup=2,
+            out=folder / "out",
+            observer=witness,
+        )
     return comparison, witness, folder / "out"
 
 
@@ -86,6 +88,7 @@ def test_the_peer_in_fp32_learns_as_fp32_does(faulty):
     assert not [note for note in comparison.notes if "differ" in note]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_faulty_job_is_one_error(tmp_path):
     """A loss that is no scalar is said once, by the survey, and nothing runs."""
     job = write_job(tmp_path, "value = model(batch[0])")
@@ -95,6 +98,7 @@ def test_a_faulty_job_is_one_error(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_job_may_change_the_folder(tmp_path, monkeypatch):
     """Paths are meant from where the comparison was started."""
     (tmp_path / "elsewhere").mkdir()
@@ -131,6 +135,7 @@ def test_a_row_shares_its_gradients_with_its_compiled_forms(tmp_path):
 
 @pytest.mark.slow  # compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("forked")
 def test_a_compiled_row_listed_first_still_has_a_difference(tmp_path):
     """In the first round compiled rows run last, and the saved gradients are removed at the end."""
     rows = ["bf16-lean,compile=on", "bf16-lean", "fp32"]
@@ -157,6 +162,7 @@ def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_next_process_starts_while_the_one_before_ends(tmp_path, monkeypatch):
     """As on a GPU: one run after the other, the next begun before `finish`; a failure between does not stop them."""
     order = []
@@ -214,6 +220,7 @@ STEP = "SimulatedClock.now += (.004 if torch.is_autocast_enabled('cpu') else .00
 
 
 @pytest.mark.slow  # a dozen processes
+@pytest.mark.usefixtures("forked")
 def test_a_load_during_half_the_comparison_does_not_change_the_verdict(tmp_path):
     """Turns share whatever the machine does: where all steps take longer for half of the run, the recommendation stays."""
     busy = tmp_path / "busy"

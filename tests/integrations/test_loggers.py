@@ -153,6 +153,7 @@ def logged(library, out, **env):
 
 @pytest.mark.slow
 @needs("wandb")
+@pytest.mark.usefixtures("forked")
 def test_wandb_has_every_step_of_a_resumed_run(tmp_path):
     """No value is lost where steps go back, because the step is a metric; and an outlet joins the run that is open."""
     rows = logged("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
@@ -234,6 +235,7 @@ def test_a_store_that_cannot_be_opened_ends_the_run_before_it_starts(store, tmp_
 
 @pytest.mark.slow
 @needs("trackio")
+@pytest.mark.usefixtures("forked")
 def test_trackio_has_every_step_of_a_resumed_run(tmp_path):
     """One run of trackio for both parts; an outlet starts a run, or joins the one that is open."""
     rows = logged("trackio", tmp_path, TRACKIO_DIR=str(tmp_path / "trackio"))

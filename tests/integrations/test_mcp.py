@@ -67,6 +67,7 @@ def command(folder, *args, stdin=""):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_real_client_gets_what_the_commands_print(tmp_path):
     """Each tool returns the JSON of its command, errors are text without a traceback, and what a job prints breaks nothing."""
     (tmp_path / "bad.py").write_text(MISTAKE)

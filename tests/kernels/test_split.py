@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.kernels.split import FP16_RESIDUAL_BOUND, is_rounding, join, split
 
@@ -296,3 +297,14 @@ def test_split_is_the_same_on_a_gpu(dtype):
     assert torch.equal(bits(on_gpu[0].cpu()), bits(weight))
     assert torch.equal(on_gpu[1].cpu(), low)
     assert torch.equal(bits(join(*on_gpu).cpu()), bits(join(weight, low)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
+def test_a_split_without_numbers_has_the_formats_of_a_real_one(shape, dtype):
+    """A plan splits fake tensors: shapes, dtypes and strides are those of real parts, also of a transposed master."""
+    real = split(torch.zeros(shape).T if len(shape) == 2 else torch.zeros(shape), dtype)
+    with FakeTensorMode():
+        fake = split(torch.zeros(shape).T if len(shape) == 2 else torch.zeros(shape), dtype)
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+    assert [t.stride() for t in fake] == [t.stride() for t in real]

@@ -99,6 +99,7 @@ def test_sums_and_values_of_rank_0_reach_every_rank(launched):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_killed_rank_is_restarted_by_torchrun_and_changes_nothing(launched, tmp_path):
     """SIGKILL of rank 1 between two checkpoints: no --resume, the weights of the undisturbed run."""
     folder, _ = launched
@@ -109,6 +110,7 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_changes_nothing(launched, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_ten_kills_at_random_steps_change_nothing(launched, tmp_path):
     """Either rank, at any step of the run, in ten attempts of one launch; the eleventh finishes with the same weights."""
     folder, _ = launched
@@ -126,6 +128,7 @@ def test_ten_kills_at_random_steps_change_nothing(launched, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_hanging_rank_ends_the_run_and_is_named(tmp_path):
     """Every rank exits within the timeout and some seconds; the message has the rank and the step."""
     code, output = torchrun(tmp_path / "run", "--set", "timeout=8", fault="hang:1:5", timeout=120)
@@ -135,6 +138,7 @@ def test_a_hanging_rank_ends_the_run_and_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     """Without restarts: rank 0 does not wait for the timeout, and nothing is lost but the steps since the checkpoint."""
     code, output = torchrun(tmp_path / "run", fault="kill:1:5", timeout=120)

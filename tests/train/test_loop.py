@@ -526,30 +526,11 @@ def start(out, precision, **options):
             process.kill()
 
 
-def run_alone(out, precision, **options):
-    """The exit code and the output of a `halfstep train` with its own interpreter."""
+def run_command(out, precision, **options):
+    """The exit code and the output of a `halfstep train`."""
     with start(out, precision, **options) as process:
         output = process.communicate(timeout=HANG_SECONDS)
     return process.returncode, *output
-
-
-@pytest.fixture(scope="module")
-def run_forked():
-    """As `run_alone`, in processes that share the imports of one interpreter."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "fork_commands.py")]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
-
-        def run(out, precision, **options):
-            arguments, variables = train_command(out, precision, **options)
-            files = {name: str(out.parent / name) for name in ("out", "errors")}
-            request = {"arguments": arguments, "variables": variables, **files}
-            server.stdin.write(json.dumps(request) + "\n")
-            server.stdin.flush()
-            return int(server.stdout.readline()), *(Path(file).read_text() for file in files.values())
-
-        yield run
-        server.stdin.close()
 
 
 def num_lines(out):
@@ -557,7 +538,7 @@ def num_lines(out):
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=(), run=run_alone):
+def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=()):
     """Train with SIGKILLs at random points of training and saving, and once without; the number of kills."""
     rng = random.Random(seed)
     out = tmp_path / "killed"
@@ -566,7 +547,7 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=(), run=r
         saved = (out / "checkpoints").exists()
         resume = saved or (out / "run.jsonl").exists()  # a run may die before its first checkpoint
         kill_at = rng.randint(20, 90) if killed < kills else 0
-        code, stdout, stderr = run(
+        code, stdout, stderr = run_command(
             out, precision, resume=resume, epochs=epochs, kill_at=kill_at, settings=() if saved else settings
         )
         assert "Traceback" not in stderr, stderr
@@ -574,7 +555,7 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=(), run=r
             break
         assert code == -signal.SIGKILL, stderr
         killed += 1
-    code, plain_stdout, stderr = run(tmp_path / "plain", precision, resume=False, epochs=epochs)
+    code, plain_stdout, stderr = run_command(tmp_path / "plain", precision, resume=False, epochs=epochs)
     assert code == 0, stderr
     assert json.loads(stdout)["steps"] == json.loads(plain_stdout)["steps"] == 4 * epochs
     a, b = (
@@ -594,17 +575,19 @@ def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigkill_while_checkpoints_are_saved_in_the_background(run_forked, tmp_path):
+@pytest.mark.usefixtures("forked")
+def test_sigkill_while_checkpoints_are_saved_in_the_background(tmp_path):
     """The same with async_save."""
     settings = ("async_save=true",)
-    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6, settings=settings, run=run_forked) == 2
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6, settings=settings) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "precision"), list(enumerate(["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])))
-def test_sigkill_twenty_times(seed, precision, run_forked, tmp_path):
+@pytest.mark.usefixtures("forked")
+def test_sigkill_twenty_times(seed, precision, tmp_path):
     """Four kills in each preset, twenty in all, at random points of training and of saving."""
-    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10, run=run_forked) == 4
+    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10) == 4
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_an_optimizer_without_betas_is_rejected():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_digits_on_two_ranks(tmp_path):
     """The command of docs/one-bit.md, for a few steps: it trains, compresses, and the resumed run continues."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["FP16_RESIDUAL_BOUND", "is_rounding", "join", "split"]
 
@@ -35,6 +36,8 @@ _UNITS_PER_ULP = 15  # as a power of two
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The 16-bit weight nearest to each fp32 master, and the int16 tensor that restores it."""
+    if isinstance(master, FakeTensor):  # no numbers: a plan sets up models of many parameters, for their formats alone
+        return torch.empty_like(master, dtype=dtype), torch.empty_like(master, dtype=torch.int16)
     if dtype is torch.bfloat16:
         return _split_bf16(master)
     return _split_fp16(master)

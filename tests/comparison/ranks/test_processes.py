@@ -48,6 +48,7 @@ def test_ranks_share_the_cores(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_learn_as_one_process(tmp_path):
     """The same global batches: the same losses, gradients and validation, for the baseline as well; memory is per rank."""
     job = str(write_ranks_job(tmp_path))
@@ -71,6 +72,7 @@ def test_two_ranks_learn_as_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_shards_learn_as_one_process(tmp_path):
     """FSDP2 rows, lean ones included; what is not measured on shards is noted."""
     job = str(write_ranks_job(tmp_path))
@@ -84,6 +86,7 @@ def test_shards_learn_as_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_or_hangs_ends_its_row(tmp_path):
     """Within the timeout, with the rank in the reason; the other rows continue."""
     fault = """

@@ -10,6 +10,7 @@ import pytest
 
 import practice_scripts as scripts
 import practice_styles as styles
+from forked_python import forking
 from halfstep.learning.practice.grading import grade_practice, judge, run_specs
 from halfstep.learning.practice.launch import measure
 from halfstep.learning.practice.record import Run, RunSpec
@@ -37,7 +38,8 @@ def grade_all(folder, cases, seconds=60.0):
         for spec in run_specs(task, path):
             specs.append(spec)
             owners.append(name)
-    runs = measure(specs, seconds)
+    with forking():
+        runs = measure(specs, seconds)
     grades = {}
     for name, (task, text, _) in cases.items():
         own = [run for run, owner in zip(runs, owners, strict=True) if owner == name]
@@ -143,6 +145,7 @@ def odd(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "rows", "text"), scripts.ODD, ids=[odd[0] for odd in scripts.ODD])
+@pytest.mark.usefixtures("forked")
 def test_files_that_are_no_training_scripts_fail(odd, tmp_path, number, name, rows, text):
     """Crashes, hangs, exits and empty files are graded, with no exception of the grader's."""
     path = tmp_path / f"{name}.py"
@@ -155,6 +158,7 @@ def test_files_that_are_no_training_scripts_fail(odd, tmp_path, number, name, ro
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_text_file_can_be_the_explanation(tmp_path):
     """Task 5 accepts plain text."""
     path = tmp_path / "explanation.txt"
@@ -163,6 +167,7 @@ def test_a_text_file_can_be_the_explanation(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_readers_files_are_left_alone(tmp_path, monkeypatch):
     """What a script writes, relative to the working directory or to itself, lands elsewhere; modules next to it can be imported."""
     monkeypatch.chdir(tmp_path)
