@@ -138,3 +138,16 @@ def test_an_interpolated_precision_is_the_value_it_names():
 def test_fragments_of_a_trainer_are_recognised(text):
     """The block's name, a precision of Lightning's own, or an argument for Apex is enough with one more key."""
     assert kinds(text) == ["lightning"]
+
+
+@pytest.mark.parametrize("key", ["_comment", "_note", "//", "comment_1"])
+def test_comments_do_not_make_a_configuration_a_table_of_help_texts(key):
+    """Sentences under keys for comments leave a DeepSpeed file what it is; under its own keys they describe them."""
+    settings = '"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 8'
+    assert kinds(
+        f'{{"{key}": "why this is so", "{key}2": "and that", {settings}}}'.replace('"//2"', '"// 2"'), "json"
+    ) == ["deepspeed"]
+    assert (
+        kinds('{"zero_optimization": {}, "bf16": "train in bf16", "gradient_clipping": "the largest norm"}', "json")
+        == []
+    )

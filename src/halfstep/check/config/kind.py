@@ -24,6 +24,7 @@ __all__ = [
     "fill_template",
     "find_configs",
     "has_own_keys",
+    "is_comment",
     "is_deepspeed",
     "is_surely_config",
     "is_trainer_part",
@@ -324,9 +325,14 @@ def _is_foreign_mode(block: Block, modes: list[str]) -> bool:
 
 def _describes_keys(block: Block) -> bool:
     """Whether the values are sentences: a table that documents the keys (help texts, reasons), not a configuration."""
-    values = [entry.value for entry in block.entries]
+    values = [entry.value for entry in block.entries if not is_comment(entry.key)]
     texts = [v.value for v in values if isinstance(v, Scalar) and isinstance(v.value, str)]
     return len([text for text in texts if " " in text.strip()]) * 4 >= len(values) >= 3
+
+
+def is_comment(key: str) -> bool:
+    """Whether a key is a comment in a format that has none: `_comment`, `//`, `note`."""
+    return key.startswith(("_", "#", "//", "$")) or "comment" in key.casefold() or key.casefold() in {"note", "notes"}
 
 
 def _has_mode(block: Block, name: str) -> bool:

@@ -13,7 +13,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.deepspeed_schema import BLOCK_KEYS, PARENT_BLOCK, REMOVED, RENAMED
 from halfstep.check.config.edits import remove, rename, replace_value
-from halfstep.check.config.kind import DEEPSPEED_KEYS
+from halfstep.check.config.kind import DEEPSPEED_KEYS, is_comment
 from halfstep.check.finding import Finding, Fix, Severity
 from halfstep.check.rule import Rule
 from halfstep.errors import nearest
@@ -190,7 +190,7 @@ class IgnoredKey(DeepSpeedRule):
         for entry in config.root.entries if config.strict else ():
             known = entry.key in DEEPSPEED_KEYS or entry.key in PARENT_BLOCK or entry.key in REMOVED
             known |= entry.key in _EXTENSIONS
-            if not known and _intended_key(entry.key) is None and not _is_comment(entry.key):
+            if not known and _intended_key(entry.key) is None and not is_comment(entry.key):
                 message = f"DeepSpeed ignores the unknown key `{entry.key}`."
                 instead = "Remove it, unless your own code reads it."
                 yield self.finding(config.where(entry.key_span), message, instead=instead)
@@ -294,7 +294,7 @@ class RenamedKey(DeepSpeedRule):
 
 def _intended_key(key: str) -> str | None:
     """The top-level key that a misspelled one stands for; None if `key` is valid or close to no valid key."""
-    if key in DEEPSPEED_KEYS or key in PARENT_BLOCK or key in _EXTENSIONS or _is_comment(key):
+    if key in DEEPSPEED_KEYS or key in PARENT_BLOCK or key in _EXTENSIONS or is_comment(key):
         return None
     close = nearest(key.replace("-", "_"), DEEPSPEED_KEYS)
     if close is None:
@@ -308,10 +308,6 @@ def _is_typo(key: str, known: str) -> bool:
     if plain.replace("_", "") == known.replace("_", ""):
         return True
     return difflib.SequenceMatcher(None, plain, known).ratio() >= 0.93 and plain[:1] == known[:1]
-
-
-def _is_comment(key: str) -> bool:
-    return key.startswith(("_", "#", "//", "$")) or "comment" in key.casefold() or key.casefold() in {"note", "notes"}
 
 
 def _is_disabled(entry: Entry) -> bool:

@@ -16,7 +16,7 @@ from halfstep.check.script.syntax.names import chain
 
 __all__ = ["RULES"]
 
-_PRECISION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|16bit|fp8)(_|$)")  # fmt: skip
+_PRECISION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
 _STORED = re.compile(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = re.compile(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -59,7 +59,21 @@ class BooleanOption(ScriptRule):
         "if args.device == 'cpu':\n    args.bf16 = False\n",
     )
     references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
-    words = ("--half", "--amp", '_amp"', "_amp'", "-amp", "mixed-precision", "--mixed_precision", "_tf32", "--tf32")
+    words = (
+        "--half",
+        "-4bit",
+        "_4bit",
+        "-8bit",
+        "_8bit",
+        "--amp",
+        '_amp"',
+        "_amp'",
+        "-amp",
+        "mixed-precision",
+        "--mixed_precision",
+        "_tf32",
+        "--tf32",
+    )
     lines = ("type=bool", "default=True", "store_true")
 
     def check(self, script: Script) -> Iterator[Finding]:

@@ -13,7 +13,8 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import autocasts_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT
+from halfstep.check.script.objects.values import Autocast, autocasts_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -101,27 +102,37 @@ class ScalerWithoutAutocast(TraceRule):
         """The finding for a forward and a loss that are computed only where autocast is disabled."""
         event = trace[index]
         opened = region_of_loss(script, trace, index)
-        if opened is None or not all(a.enabled == "no" for a in opened.regions[-1].autocasts):
+        autocasts = opened.regions[-1].autocasts if opened is not None else ()
+        if opened is None or not all(map(_computes_float32, autocasts)):
+            return None
+        is_off = all(a.enabled == "no" for a in autocasts)
+        if not is_off and any(e.kind == "cast" and e.scaled in SIXTEEN_BIT for e in trace):
             return None
         before = [e for e in trace if e.loops[:1] == event.loops[:1] and compatible(e, event)]
         forwards = [e for e in before if e.kind == "forward" and not e.inside("no_grad")]
         outside = [e for e in forwards if not any(r.node is opened.regions[-1].node for r in e.regions)]
-        enabled = [e for e in before if e.kind == "enter_autocast" and e.autocast() and not e.inside("no_grad")]
+        entered = [e for e in before if e.kind == "enter_autocast" and e.autocast() and not e.inside("no_grad")]
+        enabled = [e for e in entered if not all(map(_computes_float32, e.regions[-1].autocasts))]
         if outside or enabled or (forwards and not all(_is_of_loop(e, event) for e in forwards)):
             return None
         if not forwards and not _calls_model(script, opened):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.local.scaler}` scales the loss, but autocast is disabled where it is computed ({script.at(opened.node)}): "
-            "everything runs in float32",
-            instead="enable the region, or remove the scaler",
+            f"`{event.local.scaler}` scales the loss, but autocast is {'disabled' if is_off else 'set to float32'} where it is computed "
+            f"({script.at(opened.node)}): everything runs in float32",
+            instead="enable the region, or remove the scaler" if is_off else "dtype=torch.float16, or remove both",
         )
 
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+
+
+def _computes_float32(autocast: Autocast) -> bool:
+    """Whether a region computes in float32: it is disabled, or its dtype is float32."""
+    return autocast.enabled == "no" or autocast.dtype in {"float32", "float64"}
 
 
 def _is_of_loop(forward: Event, event: Event) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -29,6 +30,9 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
+_CAUGHT = re.compile(
+    r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b"
+)  # what a forward out of memory raises
 _LOOP = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")
@@ -212,15 +216,18 @@ class UncheckedUpdate(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An update without a check since the last one, or a step without a backward, for some value of a condition."""
         event = trace[index]
-        if not event.loops or _has_arguments(event) or switched_off(script, event) or without_amp(event):
+        if not event.loops or _has_arguments(event) or switched_off(script, event):
             return None
-        if not script.scalers_named(event.scaler):
+        caught = replace(event, guards=tuple(g for g in event.guards if not g.text.startswith("except@")))
+        if not script.scalers_named(event.scaler) or without_amp(caught):
             return None
         loops = event.loops[: depth_without_optimizers(script, event)]
         around = [e for e in trace if loops and e.loops[: len(loops)] == loops]
         usual = [e for e in around if not any(guard.text.startswith("except@") for guard in e.guards)]
         if any(e.kind in {"handed", "owned_step", "owned_backward", "make_scaler"} for e in usual):
             return None
+        if len(caught.guards) < len(event.guards):
+            return self._update_after_exception(script, event, around) if event.kind == "update" else None
         if event.kind == "update":
             return self._unchecked_update(script, event, around)
         return self._step_without_gradients(script, event, around)
@@ -248,6 +255,26 @@ class UncheckedUpdate(TraceRule):
             instead=f"call {event.local.scaler}.update() only after {event.local.scaler}.step",
         )
 
+    def _update_after_exception(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for an update in the handler of a block whose own updates use every check that it makes."""
+        block = _guarded_block(script, event)
+        inside = [e for e in around if any(node in block for node in (*e.roots, e.node))]
+        checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
+        updates = [e for e in inside if e.kind == "update" and e.scaler == event.scaler]
+        first = next((e for e in inside if e.kind in {"forward", "backward", "scaler_step", "unscale"}), None)
+        if first is None or first.kind in {"scaler_step", "unscale"} or first.loops != event.loops:
+            return None
+        if not any(e.kind == "scaler_step" for e in checks) or not all(e in inside for e in checks):
+            return None
+        if not all(_is_used(c, updates) for c in checks):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when line {_line(first)} raises, no step has checked the gradients since the last update: "
+            f"`{event.local.scaler}.update()` raises AssertionError",
+            instead="clear the gradients here, without an update",
+        )
+
     def _step_without_gradients(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for a step whose gradients are cleared on every pass, and computed only under a condition."""
         backs = [e for e in around if e.kind == "backward"]
@@ -270,6 +297,21 @@ class UncheckedUpdate(TraceRule):
             f"{f'of `{event.local.optimizer}` ' if model else ''}is None after zero_grad(): `{event.local.scaler}.step` raises AssertionError",
             instead="skip the step and the update of that batch as well",
         )
+
+
+def _guarded_block(script: Script, event: Event) -> set[ast.AST]:
+    """The nodes whose RuntimeError the handler around an event catches; none if it may know more, or if an error in it is caught."""
+    if any("scaler" in g.text and not g.text.endswith(("scaler", "scaler is None")) for g in event.guards):
+        return set()
+    for outer in script.above(event.node):
+        if isinstance(outer, (ast.Try, ast.For, ast.AsyncFor, ast.While)):
+            break  # a handler of its own, or a loop in the handler
+        if isinstance(outer, ast.ExceptHandler):
+            guarded = script.outline.parents.get(outer)
+            is_meant = outer.type is None or _CAUGHT.search(text_of(outer.type))
+            block = guarded.body if isinstance(guarded, ast.Try) and is_meant else []
+            return {node for statement in block for node in ast.walk(statement)}
+    return set()
 
 
 def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[Event]:

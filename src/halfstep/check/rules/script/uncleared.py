@@ -46,6 +46,7 @@ _HARMLESS = re.compile(
 _STEPS_ITSELF = re.compile(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
 _SCHEDULES = re.compile(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
+_AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
 _TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _PLAIN = """\
 import torch
@@ -288,12 +289,23 @@ def _is_plain(script: Script, event: Event) -> bool:
     if not values:
         return name in event.function.params
     plain = {call for call, _ in script.training.optimizers}
-    return all(value in plain or _is_prepared(value) for value in values)
+    return all(value in plain or _is_prepared(value) or _is_around(script, value, plain) for value in values)
 
 
 def _is_prepared(value: ast.expr) -> bool:
     """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
     return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in _WRAPS
+
+
+def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
+    """Whether a value is a known wrapper, of another file, around a plain optimizer: `Lookahead(AdamW(...))`."""
+    sites = [site for name in _AROUND for site in script.outline.calls.get(name, ()) if site.call is value]
+    for call, function in sites:
+        if script.outline.call_target(call, function) is None and call.args:
+            key = key_of(call.args[0])
+            inner = script.outline.values(key, function) if key else [call.args[0]]
+            return bool(inner) and all(option in plain or option is value for option in inner)
+    return False
 
 
 def _clears(trace: Trace, event: Event, use: Event) -> bool:

@@ -129,8 +129,14 @@ def _scaler_steps(script: Script, tie: Trained) -> bool:
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
-        flags = [Guard(scaler.enabled, True) for scaler in scalers_at(script, step)]
-        around = _options((*step.guards, *flags))
+        scalers = scalers_at(script, step)
+        flags = [Guard(scaler.enabled, True) for scaler in scalers]
+        # A step means that the one scaler was created: `if args.precision == "fp16": scaler = GradScaler()`.
+        created = conditions_of(script.outline, scalers[0].node) if len(scalers) == 1 else ()
+        parts = [
+            Guard(part, True) for g in created if g.is_true and " or " not in g.text for part in g.text.split(" and ")
+        ]
+        around = _options((*step.guards, *flags, *created, *parts))
         # A condition that is not about precision, `if pretrained:`, leaves a run in which both happen.
         missing = [g for g in conditions - around if is_amp(g) or _is_excluded(g, around)]
         if not missing and not switched_off(script, step):

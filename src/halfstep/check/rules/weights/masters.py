@@ -105,8 +105,8 @@ def choices_of(script: Script, cast: Cast) -> list[ast.expr]:
     """Each dtype that a cast or a load may name, as written."""
     choices = []
     for dtype in dtype_values(cast):
-        values = script.outline.values(key_of(dtype), cast.function) if key_of(dtype) else [dtype]
-        choices += [arm for value in values for arm in arms_of(value)]
+        values = script.outline.values(key_of(dtype), cast.function) if key_of(dtype) else []
+        choices += [arm for value in values or [dtype] for arm in arms_of(value)]
     return choices
 
 

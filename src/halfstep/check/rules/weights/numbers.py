@@ -141,11 +141,9 @@ class EmulatedBf16(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls of is_bf16_supported without arguments."""
         for call, _ in script.outline.calls.get("is_bf16_supported", ()):
-            if (
-                script.outline.names.full(call.func) == "torch.cuda.is_bf16_supported"
-                and not call.args
-                and not call.keywords
-            ):
+            # A module that a function receives has no full name: `torch_module.cuda.is_bf16_supported()`.
+            name = script.outline.names.full(call.func) or text_of(call.func)
+            if name.endswith(".cuda.is_bf16_supported") and not call.args and not call.keywords:
                 yield self.finding(
                     script.where(call),
                     "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",

@@ -149,7 +149,7 @@ class Recogniser:
 
     def _created(self, value: ast.expr, function: Function) -> str:
         if not isinstance(value, ast.Call):
-            return "" if key_of(value) else "other"
+            return "" if key_of(value.value if isinstance(value, ast.Subscript) else value) else "other"
         if make_scaler(self.outline, value, function):
             return "scaler"
         name = self.outline.names.full(value.func) or ".".join(chain(value.func))

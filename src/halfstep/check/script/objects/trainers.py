@@ -7,6 +7,7 @@ import re
 
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import keyword_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -28,9 +29,12 @@ PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArg
 
 
 def is_trainer(outline: Outline, name: str) -> bool:
-    """Whether a class is a Trainer, by its name or by that of its base class."""
+    """Whether a class is a Trainer, by its name or by that of its base class; also a variable that chooses one of several."""
     bases = outline.bases.get(name, ()) if name not in outline.names.table else ()
-    return name.endswith("Trainer") or any(text_of(base).endswith("Trainer") for base in bases)
+    values = [b.value for b in outline.bindings.get(name, ()) if b.index is None]
+    arms = [key_of(arm) for value in values if value is not None for arm in arms_of(value)]
+    is_variable = bool(arms) and None not in values and all(arm.endswith("Trainer") for arm in arms)
+    return name.endswith("Trainer") or is_variable or any(text_of(base).endswith("Trainer") for base in bases)
 
 
 def has_plain_trainer(outline: Outline) -> bool:

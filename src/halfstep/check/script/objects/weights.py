@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import (
     AUTO,
@@ -60,6 +60,7 @@ _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtract
 _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
 ADAPTER_FLAG = re.compile(rf"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 FREEZE_FLAG = re.compile(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
+_OPTION = re.compile(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -124,20 +125,22 @@ class Lineage:
     @property
     def is_restored(self) -> bool:
         """Whether some cast returns the weights to float32."""
-        casts = [c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats]
-        return any(not self._changes_nothing(c) for c in casts)
+        casts = (c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats)
+        return not all(map(self._changes_nothing, casts))
 
     def is_frozen_by_option(self, node: ast.AST) -> bool:
         """Whether an option such as `args.freeze_backbone` decides what `node` does: without it, the weights are trained."""
         guards = conditions_of(self.outline, node)
-        options = [text for text, is_true in guards if is_true and FREEZE_FLAG.search(text)]
+        flag = _OPTION if isinstance(node, ast.Call) and "freez" in text_of(node.func) else FREEZE_FLAG
+        options = [text for text, is_true in guards if is_true and (flag.search(text) or FREEZE_FLAG.search(text))]
         self.frozen_when.update(dict.fromkeys(options))
         return bool(options)
 
     def _changes_nothing(self, cast: Cast) -> bool:
-        """Whether a cast runs only where the dtype is float32 anyway: `if dtype == torch.float32: model.to(dtype)`."""
-        guards = conditions_of(self.outline, cast.node)
-        return any(is_true and text.endswith("== torch.float32") for text, is_true in guards)
+        """Whether a cast runs only where no other does, or the dtype is float32 anyway: `if dtype == torch.float32: model.to(dtype)`."""
+        guards, low = conditions_of(self.outline, cast.node), [c.node for c in self.casts if c.may_be_low]
+        is_other_branch = bool(low) and not any(possible(guards, conditions_of(self.outline, node)) for node in low)
+        return is_other_branch or any(is_true and text.endswith("== torch.float32") for text, is_true in guards)
 
 
 def place_of(outline: Outline, key: str, function: Function) -> tuple[str, Function | str]:
@@ -359,10 +362,8 @@ def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozen
         return frozenset()
     if func.attr in {"half", "bfloat16", "float"} and not call.args and not call.keywords:
         return frozenset({{"half": "float16", "bfloat16": "bfloat16", "float": "float32"}[func.attr]})
-    if func.attr not in {"to", "type", "to_empty"}:
-        return frozenset()
     options = [k.value for k in call.keywords if k.arg == "dtype"] or call.args
-    for value in options:
+    for value in options if func.attr in {"to", "type", "to_empty"} else ():
         formats = formats_of(outline, value, function)
         if formats & (SIXTEEN_BIT | {"float32"}):
             return formats
