@@ -296,3 +296,43 @@ optimizer.load_state_dict(torch.load("x.pt")["optimizer"])
 def test_an_optimizer_is_one_of_several_prepared_objects(index):
     """HS170 knows an optimizer by its name, however the list that it comes from is indexed."""
     assert len(lines(PREPARED.format(index=index), "HS170")) == 1
+
+
+BRANCHES = """\
+import torch
+scaler = torch.amp.GradScaler("cuda") if args.fp16 else None
+for x, y in loader:
+    {clear}
+    if scaler is None:
+        loss = loss_fn(model(x), y)
+        {plain}
+        optimizer.step({closure})
+    else:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, [(8, "error")]),
+        ({"plain": "history.append(float(x.mean()))"}, [(8, "error")]),
+        ({"plain": "loss.backward()"}, []),
+        ({"plain": "accelerator.backward(loss)"}, []),
+        ({"plain": "send_back(loss)"}, []),
+        ({"plain": "model.compute_gradients()"}, []),
+        ({"plain": "minimize(optimizer)"}, []),
+        ({"closure": "closure"}, []),
+        ({"clear": "pass"}, []),
+        ({"after": "loss.backward()"}, []),
+    ],
+)
+def test_a_branch_steps_without_a_backward(parts, expected):
+    """HS156 reports the step of a branch whose loss only the other branch differentiates."""
+    defaults = {"clear": "optimizer.zero_grad()", "plain": "pass", "closure": "", "after": "pass"}
+    assert [line for line in lines(BRANCHES.format(**(defaults | parts)), "HS156") if line[1] == "error"] == expected

@@ -9,6 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.gradients import backward_of_other_branch
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -172,7 +173,7 @@ def _skipped(event: Event, guard: Guard) -> ast.AST | None:
 
 
 class MisplacedZeroGrad(TraceRule):
-    """Gradients are cleared between backward and the step that uses them, without any step, or never."""
+    """Gradients are cleared between backward and step, without any step, or never, or no backward computes them."""
 
     code = "HS156"
     name = "misplaced-zero-grad"
@@ -250,6 +251,13 @@ class MisplacedZeroGrad(TraceRule):
 
     def _never(self, script: Script, trace: Trace, index: int) -> Finding | None:
         event = trace[index]
+        if event.kind == "opt_step" and (other := backward_of_other_branch(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"nothing computes gradients for `{event.local.optimizer}.step()`: only the other branch calls backward (line "
+                f"{script.where(other.node).line}), so nothing is trained here",
+                instead="loss.backward() before the step",
+            )
         if not event.loops or _OTHER_WAYS.search(script.source.text) or script.has("owned_step", "engine_step"):
             return None
         before = next(earlier(trace, index, *_BACKWARDS), None)

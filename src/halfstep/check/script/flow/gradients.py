@@ -15,11 +15,21 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["checked_by_hand", "is_trial", "measures_only", "skipped_unscale", "unscaled_between"]
+__all__ = [
+    "backward_of_other_branch",
+    "checked_by_hand",
+    "is_trial",
+    "measures_only",
+    "skipped_unscale",
+    "unscaled_between",
+]
 
 _INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
 _TESTS = re.compile(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGNORECASE)
+# Calls that may compute gradients themselves.
+_COMPUTES = re.compile(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|update|closure|engine|strategy", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _COMMON = {
     "args",
@@ -92,3 +102,35 @@ def checked_by_hand(script: Script, unscale: Event, step: Event) -> bool:
     guards = [g for g in step.guards if g not in unscale.guards and not is_accumulation(g) and not is_amp(g)]
     guards = [g for g in guards if not is_setting(script, g, step)]
     return any(_TESTS.search(g.text) for g in guards) or (bool(guards) and rebound_between(script, unscale, step))
+
+
+def backward_of_other_branch(script: Script, trace: Trace, index: int) -> Event | None:
+    """The backward that only the other branch of an `if` around a step has, although this one computes the same loss.
+
+    None if anything on the path of the step may compute gradients.
+    """
+    step = trace[index]
+    kinds = {"backward", "owned_backward", "autograd_grad", "handed", "owned_step", "engine_step"}
+    backs = [e for e in trace if e.kind in kinds]
+    cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == step.loops and compatible(e, step)]
+    if not step.loops or not cleared or any(compatible(e, step) for e in backs):
+        return None
+    for outer in script.above(step.node):
+        for own, other in ((outer.body, outer.orelse), (outer.orelse, outer.body)) if isinstance(outer, ast.If) else ():
+            inside, aside = ({n for s in block for n in ast.walk(s)} for block in (own, other))
+            back = next((e for e in backs if e.kind == "backward" and e.node in aside and e.loops == step.loops), None)
+            if step.node in inside and back is not None:
+                return back if _computes_only_loss(inside, step, back) else None
+    return None
+
+
+def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:
+    """Whether a block assigns the loss of another branch's backward, and no call in it may compute gradients."""
+    used = {n.id for n in ast.walk(back.node) if isinstance(n, ast.Name)}
+    stored = {n.id for n in block if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    losses = {name for name in used & stored if "loss" in name.lower()}
+    others = [n for n in block if isinstance(n, ast.Call) and n is not step.node]
+    passed = {key_of(a) for n in others for a in (*n.args, *(k.value for k in n.keywords))}
+    is_plain = isinstance(step.node, ast.Call) and not step.node.args and not step.node.keywords
+    is_silent = not any(_COMPUTES.search(text_of(n.func)) for n in others)
+    return is_plain and bool(losses) and is_silent and not passed & {*losses, step.local.optimizer}
