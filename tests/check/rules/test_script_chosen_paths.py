@@ -336,3 +336,45 @@ def test_a_branch_steps_without_a_backward(parts, expected):
     """HS156 reports the step of a branch whose loss only the other branch differentiates."""
     defaults = {"clear": "optimizer.zero_grad()", "plain": "pass", "closure": "", "after": "pass"}
     assert [line for line in lines(BRANCHES.format(**(defaults | parts)), "HS156") if line[1] == "error"] == expected
+
+
+EARLY = """\
+import torch
+
+class Trainer{base}:
+    {body}
+    def __init__(self, config):
+        self.model = config.model
+        {call}
+        self.use_amp = config.amp
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.use_amp)
+
+    def setup(self):
+        {read}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, [(12, "error")]),
+        ({"call": "if config.fsdp: self.setup()"}, [(12, "error")]),
+        ({"base": "(torch.nn.Module)"}, [(12, "error")]),
+        ({"read": "if self.model is None: raise ValueError\n        print(self.use_amp)"}, [(13, "error")]),
+        ({"call": "pass"}, []),
+        ({"call": "self.hook = lambda: self.setup()"}, []),
+        ({"call": "try: self.setup()\n        except AttributeError: pass"}, []),
+        ({"base": "(Configured)"}, []),
+        ({"body": "use_amp = False"}, []),
+        ({"body": "use_amp: bool = False"}, []),
+        ({"read": "if self.model is None: print(self.use_amp)"}, []),
+        ({"read": "print(hasattr(self, 'use_amp') and self.use_amp)"}, []),
+        ({"read": "if self.model is None: return\n        print(self.use_amp)"}, []),
+        ({"read": "self.use_amp = True; print(self.use_amp)"}, []),
+        ({"read": "return lambda: self.use_amp"}, []),
+    ],
+)
+def test_a_precision_flag_is_read_before_it_is_assigned(parts, expected):
+    """HS132 reports a method that `__init__` calls above the line that assigns the flag which the method reads."""
+    defaults = {"base": "", "body": "pass", "call": "self.setup()", "read": "if self.use_amp: print(self.model)"}
+    assert lines(EARLY.format(**(defaults | parts)), "HS132") == expected

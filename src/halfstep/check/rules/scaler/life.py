@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.creation import created_later, created_under
+from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.saving import saves
 from halfstep.check.script.objects.values import DTYPES, constant, text_of
@@ -65,7 +65,7 @@ _USES = ("scale", "unscale", "scaler_step", "update", "load_scaler", "save_scale
 
 
 class ScalerBeforeCreation(ScriptRule):
-    """A scaler is used before it is created."""
+    """A scaler or a precision flag is used before it is created."""
 
     code = "HS132"
     name = "scaler-before-creation"
@@ -92,6 +92,12 @@ class ScalerBeforeCreation(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Uses of a scaler in a place that is always reached before any of its assignments, or on a path without any."""
         yield from self._states(script)
+        for early in flags_read_early(script):
+            yield self.finding(
+                script.where(early.node),
+                f"`{early.key}` is read here through the call at {script.at(early.call)} before line {early.first} assigns it: AttributeError",
+                instead=f"assign `{early.key}` above that call",
+            )
         reported: set[tuple[str, ast.AST]] = set()
         conditional: set[str] = set()
         for trace in script.traces:

@@ -1,4 +1,4 @@
-"""Whether a variable with a scaler exists where it is used: created below its use, or only under a condition."""
+"""Whether a scaler or a precision flag exists where it is used: created below its use, or only under a condition."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
@@ -16,12 +17,82 @@ from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import Binding, Function
 
-__all__ = ["created_later", "created_under"]
+__all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early"]
 
 _PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
+_FLAG = re.compile(
+    r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$"
+)
+_DYNAMIC = re.compile(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
+
+
+class EarlyRead(NamedTuple):
+    """A read of an attribute in a method that `__init__` calls before it assigns the attribute."""
+
+    key: str
+    node: ast.AST
+    call: ast.Call
+    first: int  # the line of the first assignment
+
+
+def flags_read_early(script: Script) -> Iterator[EarlyRead]:
+    """The precision flags of classes that a method reads, in any case, before `__init__` assigns them."""
+    outline = script.outline
+    keys = [key for key in outline.bindings if _FLAG.match(key)]
+    for key in keys if not _DYNAMIC.search(script.source.text) else ():
+        scopes = {b.function for b in outline.bindings[key]}
+        scope = next(iter(scopes)) if len(scopes) == 1 else None
+        if scope is None or scope.name != "__init__" or not scope.method or not _is_complete(script, key, scope):
+            continue
+        first = min(getattr(b.node, "lineno", 0) for b in outline.bindings[key])
+        for name, method in outline.classes.get(scope.cls, {}).items():
+            calls = [call for call, caller in outline.calls.get(name, ()) if caller is scope and call.lineno < first]
+            calls = [call for call in calls if text_of(call.func) == f"self.{name}" and _is_direct(script, call)]
+            reads = [n for n in ast.walk(method.node) if isinstance(n, ast.Attribute) and text_of(n) == key]
+            read = next((n for n in reads if isinstance(n.ctx, ast.Load) and _is_unconditional(script, n)), None)
+            if calls and read is not None:
+                yield EarlyRead(key, read, calls[0], first)
+
+
+def _is_complete(script: Script, key: str, scope: Function) -> bool:
+    """Whether a class has no other base and no other definition of an attribute: in its body, or as a property."""
+    bases = {text_of(base).rsplit(".", 1)[-1] for base in script.outline.bases.get(scope.cls, ())}
+    around = script.outline.parents.get(scope.node)
+    body = around.body if isinstance(around, ast.ClassDef) else []
+    names = {
+        n.id for s in body if isinstance(s, (ast.Assign, ast.AnnAssign)) for n in ast.walk(s) if isinstance(n, ast.Name)
+    }
+    name = key.removeprefix("self.")
+    return bases <= _PLAIN_BASES and name not in names and name not in script.outline.classes.get(scope.cls, {})
+
+
+def _is_direct(script: Script, call: ast.Call) -> bool:
+    """Whether a call runs where it is written and its error is not caught: outside loops, lambdas and `try`."""
+    delays = (ast.Lambda, ast.Try, ast.For, ast.AsyncFor, ast.While)
+    return not any(isinstance(node, delays) for node in script.above(call))
+
+
+def _is_unconditional(script: Script, node: ast.AST) -> bool:
+    """Whether a method always evaluates an expression, or raises before: it is in no branch, loop or inner function."""
+    inner = node
+    for outer in script.above(node):
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return not any(isinstance(s, ast.Return) or _may_return(s) for s in outer.body if s.lineno < inner.lineno)
+        if isinstance(outer, (ast.If, ast.IfExp)) and inner is not outer.test:
+            return False
+        if isinstance(outer, ast.BoolOp) and inner is not outer.values[0]:
+            return False
+        if isinstance(outer, (ast.Try, ast.Lambda, ast.For, ast.AsyncFor, ast.While)):
+            return False
+        inner = outer
+    return False
+
+
+def _may_return(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Return) for node in ast.walk(statement))
 
 
 def created_later(script: Script, event: Event) -> int | None:
