@@ -372,6 +372,8 @@ class Trainer{base}:
         ({"read": "if self.model is None: return\n        print(self.use_amp)"}, []),
         ({"read": "self.use_amp = True; print(self.use_amp)"}, []),
         ({"read": "return lambda: self.use_amp"}, []),
+        ({"read": "def later(): return self.use_amp\n        return later"}, []),
+        ({"read": "return [m for m in self.model if self.use_amp]"}, []),
     ],
 )
 def test_a_precision_flag_is_read_before_it_is_assigned(parts, expected):

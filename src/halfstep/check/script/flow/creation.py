@@ -42,7 +42,7 @@ def flags_read_early(script: Script) -> Iterator[EarlyRead]:
     """The precision flags of classes that a method reads, in any case, before `__init__` assigns them."""
     outline = script.outline
     keys = [key for key in outline.bindings if _FLAG.match(key)]
-    for key in keys if not _DYNAMIC.search(script.source.text) else ():
+    for key in keys if keys and not _DYNAMIC.search(script.source.text) else ():
         scopes = {b.function for b in outline.bindings[key]}
         scope = next(iter(scopes)) if len(scopes) == 1 else None
         if scope is None or scope.name != "__init__" or not scope.method or not _is_complete(script, key, scope):
@@ -52,7 +52,9 @@ def flags_read_early(script: Script) -> Iterator[EarlyRead]:
             calls = [call for call, caller in outline.calls.get(name, ()) if caller is scope and call.lineno < first]
             calls = [call for call in calls if text_of(call.func) == f"self.{name}" and _is_direct(script, call)]
             reads = [n for n in ast.walk(method.node) if isinstance(n, ast.Attribute) and text_of(n) == key]
-            read = next((n for n in reads if isinstance(n.ctx, ast.Load) and _is_unconditional(script, n)), None)
+            read = next(
+                (n for n in reads if isinstance(n.ctx, ast.Load) and _is_unconditional(script, n, method)), None
+            )
             if calls and read is not None:
                 yield EarlyRead(key, read, calls[0], first)
 
@@ -75,17 +77,18 @@ def _is_direct(script: Script, call: ast.Call) -> bool:
     return not any(isinstance(node, delays) for node in script.above(call))
 
 
-def _is_unconditional(script: Script, node: ast.AST) -> bool:
+def _is_unconditional(script: Script, node: ast.AST, method: Function) -> bool:
     """Whether a method always evaluates an expression, or raises before: it is in no branch, loop or inner function."""
     inner = node
     for outer in script.above(node):
         if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return not any(isinstance(s, ast.Return) or _may_return(s) for s in outer.body if s.lineno < inner.lineno)
+            line = getattr(inner, "lineno", 0)
+            return outer is method.node and not any(_may_return(s) for s in outer.body if s.lineno < line)
         if isinstance(outer, (ast.If, ast.IfExp)) and inner is not outer.test:
             return False
         if isinstance(outer, ast.BoolOp) and inner is not outer.values[0]:
             return False
-        if isinstance(outer, (ast.Try, ast.Lambda, ast.For, ast.AsyncFor, ast.While)):
+        if isinstance(outer, (ast.Try, ast.Lambda, ast.For, ast.AsyncFor, ast.While, ast.comprehension)):
             return False
         inner = outer
     return False
