@@ -10,14 +10,13 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.half_weights import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.flow.sources import iterated, keeps_format
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import (
     Exit,
     in_no_grad,
-    iterated,
     keeps_dtype,
-    keeps_format,
     leaves_autocast,
     leaves_engine,
 )
