@@ -31,7 +31,7 @@ class Source(NamedTuple):
     """What a tensor is made from in one function."""
 
     node: ast.expr  # a call, or a parameter of the function
-    index: int | None = None  # position in the tuple that a call returns
+    position: int | None = None  # in the tuple that a call returns
     name: str = ""  # the variable that it is assigned to
 
 
@@ -71,8 +71,8 @@ def _of_binding(outline: Outline, binding: Binding, function: Function, steps: i
     if value is None:
         return []
     line: int = binding.node.lineno  # type: ignore[attr-defined]
-    found = sources_of(outline, value, function, line, _index(binding), steps)
-    return [source if source.name else source._replace(name=binding.key) for source in found]
+    inner = sources_of(outline, value, function, line, _index(binding), steps)
+    return [source if source.name else source._replace(name=binding.key) for source in inner]
 
 
 def _kept(outline: Outline, node: ast.expr, function: Function) -> ast.expr | None:
@@ -106,15 +106,15 @@ def latest(outline: Outline, name: str, function: Function, line: int) -> list[B
     if not before:
         return []
     last = before[-1]
-    found = [last]
+    bindings = [last]
     node: ast.AST = last.node
     while (parent := outline.parents.get(node)) is not None and parent is not function.node:
         if isinstance(parent, ast.If) and node in parent.orelse and (parent.end_lineno or 0) < line:
             first, end = parent.body[0].lineno, parent.body[-1].end_lineno or 0
             inside = [b for b in before if first <= getattr(b.node, "lineno", 0) <= end]
-            found += inside[-1:]
+            bindings += inside[-1:]
         node = parent
-    return found[:MAX_SOURCES]
+    return bindings[:MAX_SOURCES]
 
 
 def _index(binding: Binding) -> int | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep.check.script.flow.sources import Source, element_of, sources_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
-from halfstep.check.script.objects.modules import created_classes
+from halfstep.check.script.objects.modules import attribute_values, created_classes
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, argument, autocasts_of, constant
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
 from halfstep.check.script.syntax.names import key_of
@@ -29,6 +29,7 @@ MODEL_NAME = re.compile(
 )
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
+_PRODUCT = re.compile(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 # These cast the output of a model that they wrap back to float32, or open regions of their own.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -73,7 +74,7 @@ def _casts_nothing(outline: Outline, name: str) -> bool:
 
 
 def leaves_autocast(
-    script: Script, logits: ast.expr, function: Function, line: int, index: int | None = None, depth: int = MAX_CALLS
+    script: Script, logits: ast.expr, function: Function, line: int, depth: int = MAX_CALLS
 ) -> Exit | None:
     """The autocast region that logits come from, if they are the output of a model and nothing casts them since.
 
@@ -81,13 +82,20 @@ def leaves_autocast(
     """
     if not depth or script.outline.names.uses(*_FRAMEWORKS):
         return None
-    sources = sources_of(script.outline, logits, function, line, index)
+    sources = sources_of(script.outline, logits, function, line)
+    if any(isinstance(s.node, ast.Call) for s in sources) and called_in_autocast(script, function):
+        return None
+    return _exit_of_all(script, sources, function, depth)
+
+
+def _exit_of_all(script: Script, sources: list[Source], function: Function, depth: int) -> Exit | None:
+    """The region that logits with several sources come from: uncertain if one of them comes from none."""
     exits = [_exit_of(script, source, function, depth) for source in sources]
-    found = [exit_ for exit_ in exits if exit_ is not None]
-    if not found or len(found) == len(exits):
-        return found[0] if found else None
-    cause = found[0].cause.replace("autocast ends", "autocast, where it is active, ends")
-    return found[0]._replace(is_certain=False, cause=cause)
+    left = [exit_ for exit_ in exits if exit_ is not None]
+    if not left or len(left) == len(exits):
+        return left[0] if left else None
+    cause = left[0].cause.replace("autocast ends", "autocast, where it is active, ends")
+    return left[0]._replace(is_certain=False, cause=cause)
 
 
 def _exit_of(script: Script, source: Source, function: Function, depth: int) -> Exit | None:
@@ -103,23 +111,33 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
         return _leaves_in_call(script, node, source, function, depth)
     model = key_of(node.func).removesuffix(".forward")
     formats = _formats_of(regions)
-    is_first = source.index in {None, 0} or "logit" in source.name
+    is_first = source.position in {None, 0} or "logit" in source.name
     target = outline.call_target(node, function)
     is_cast = target is not None and _CASTS.search(ast.unparse(target.node))
-    if not formats or not is_first or is_cast or called_in_autocast(script, function):
+    if not formats or not is_first or is_cast:
         return None
     creations = script.training.model(node.func, function).creations
     own = [c for c in creations if created_classes(outline, c.node)]
     if any(not keeps_dtype(script, c) for c in own):
         return None
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations)
-    if not MODEL_NAME.search(model) and not certain:
+    is_product = _is_product(script, node, function)
+    if not MODEL_NAME.search(model) and not is_product:
         return None
+    certain |= is_product
     flags = frozenset(name for a in regions for name in re.findall(r"[A-Za-z_]\w*", a.enabled))
     if formats <= SIXTEEN_BIT:
         return Exit(model, formats, certain, flags=flags)
     cause = "autocast, where it is not float32, ends before this loss"
     return Exit(model, formats & SIXTEEN_BIT, False, cause, flags=flags)
+
+
+def _is_product(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a layer is a matrix product, which autocast computes in 16 bits; it runs norms in float32."""
+    key = key_of(call.func)
+    values = attribute_values(script.outline, key, function)
+    names = [script.outline.names.full(value.func) if isinstance(value, ast.Call) else "" for value in values]
+    return bool(names) and all(_PRODUCT.search(name) for name in names)
 
 
 def _leaves_in_call(script: Script, call: ast.Call, source: Source, function: Function, depth: int) -> Exit | None:
@@ -132,15 +150,16 @@ def _leaves_in_call(script: Script, call: ast.Call, source: Source, function: Fu
         target = outline.classes[classes.pop()].get("forward") if len(classes) == 1 else None
     if target is None or target is function or target.name == "__init__" or _CASTS.search(ast.unparse(target.node)):
         return None
-    exits = [
-        leaves_autocast(script, value, target, value.end_lineno or value.lineno, source.index, depth - 1)
-        for value in returned_by(target)
-    ]
+    position = source.position
+    values = [(v, sources_of(outline, v, target, v.end_lineno or v.lineno, position)) for v in returned_by(target)]
+    # What the function gets and returns again is another caller's in another call.
+    computed = depth > 1 and not any(isinstance(s.node, ast.Name) for _, sources in values for s in sources)
+    exits = [_exit_of_all(script, sources, target, depth - 1) for _, sources in values] if computed else []
     exit_ = exits[0] if exits else None
     if exit_ is None or None in exits or any(_is_off(name, call, target) for name in exit_.flags):
         return None
     cause = exit_.cause.replace("ends before this loss", f"ends in `{target.name}`")
-    is_training = exit_.is_training and not any(in_no_grad(script, value) for value in returned_by(target))
+    is_training = exit_.is_training and not any(in_no_grad(script, value) for value, _ in values)
     return exit_._replace(cause=cause, is_training=is_training)
 
 
@@ -172,7 +191,7 @@ def _leaves_before_call(script: Script, name: str, function: Function, depth: in
     for value, caller in passed_for(script.outline, name, function):
         if caller is function or _formats_of(_regions_around(script, value, caller)):
             continue
-        exit_ = leaves_autocast(script, value, caller, value.lineno, None, depth - 1)
+        exit_ = leaves_autocast(script, value, caller, value.lineno, depth - 1)
         if exit_ is not None:
             cause = exit_.cause.replace("before this loss", f"before {script.at(value)} passes them on")
             return exit_._replace(cause=cause, is_training=exit_.is_training and not in_no_grad(script, value))
@@ -184,7 +203,7 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     outline = script.outline
     created = outline.library_calls.get("deepspeed.initialize", ())
     sources = sources_of(outline, logits, function, line) if created else []
-    root = sources[-1].node if sources and sources[-1].index in {None, 0} else None
+    root = sources[-1].node if sources and sources[-1].position in {None, 0} else None
     if isinstance(root, ast.Name):
         passed = [(v, f) for v, f in passed_for(outline, root.id, function) if f is not function]
         exits = (leaves_engine(script, v, f, v.lineno) for v, f in passed if not in_no_grad(script, v))
