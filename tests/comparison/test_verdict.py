@@ -210,3 +210,13 @@ def test_one_repeat_is_mentioned(tmp_path):
     result, _ = verdict(tmp_path, FP32, FAST, repeats=1, **GPU)
     assert "One repeat" in result.text
     assert result.use == "bf16"
+
+
+def test_a_row_with_fewer_repeats_than_the_others_is_named(tmp_path):
+    """A slow row is not repeated once it was cut short; the intervals of the others are over all repeats."""
+    folder = write_case(tmp_path / "c", (FP32, FAST), repeats=3, **GPU)
+    for path in (folder / "runs").glob("bf16*-[12].jsonl"):
+        path.unlink()
+    text = read_comparison([folder]).verdict.text
+    assert "over 3 repeats, " in text
+    assert "(bf16 has 1)" in text

@@ -203,7 +203,7 @@ def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
     elif slow := [run for run in runs if run.measured.stopped_after is not None]:
         labels = dict.fromkeys(f"{run.variant.label} after {run.measured.stopped_after}" for run in slow)
         notes.append(
-            f"Cut short and not repeated: {', '.join(labels)} of {slow[0].settings.steps} steps, so much slower than the reference that "
+            f"Cut short, and not repeated after that: {', '.join(labels)} of {slow[0].settings.steps} steps, so much slower than the reference that "
             "more steps would take long and add no information."
         )
     for run in runs:

@@ -271,13 +271,14 @@ def _why_slow(row: Row, survey: Survey) -> str:
 
 
 def _confidence(done: Sequence[Row], survey: Survey) -> str:
-    repeats = min((row.num_runs for row in done), default=0)
+    repeats = max((row.num_runs for row in done), default=0)
     if any(_is_single(row) for row in done):
         return "One turn of one repeat has no interval, so a difference in speed cannot be distinguished from noise: use more --steps or --repeats."
     if repeats < 2:
         return "One repeat: the 95 % intervals do not include variation between runs."
     order = "taking turns" if survey.side_by_side else "one run after the other"
-    return f"95 % intervals over {repeats} repeats, {order}."
+    fewer = "; ".join(f"{row.label} has {row.num_runs}" for row in done if row.num_runs < repeats)
+    return f"95 % intervals over {repeats} repeats, {order}{f' ({fewer})' if fewer else ''}."
 
 
 def _relative_speed(speed: Estimate | None, label: str) -> str:

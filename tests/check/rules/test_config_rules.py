@@ -440,3 +440,11 @@ def test_the_input_cast_is_harmless_with_keyword_inputs():
     cast = {"fp16": {"enabled": False, "auto_cast": True}, "bf16": {"enabled": True}}
     assert codes({**BASE, **cast})["HS207"] == "error"
     assert codes({**BASE, **cast, "train_batch_size": "auto"})["HS207"] == "advice"
+
+
+def test_a_deepspeed_block_that_accelerate_ignores_has_one_finding():
+    """With another engine nothing in the block happens, so its settings are not judged."""
+    block = "deepspeed_config:\n  zero_stage: 0\n  gradient_accumulation_steps: 64\n  offload_param_device: cpu\n"
+    head = "compute_environment: LOCAL_MACHINE\nmixed_precision: fp16\nnum_processes: 4\n"
+    assert codes(f"{head}distributed_type: MULTI_GPU\n{block}") == {"HS266": "warning"}
+    assert {"HS226", "HS265"} <= codes(f"{head}distributed_type: DEEPSPEED\n{block}").keys()

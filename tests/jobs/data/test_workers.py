@@ -28,10 +28,12 @@ print("workers:", len(multiprocessing.active_children()))
 
 @pytest.mark.parametrize(("mode", "left"), [("stopped", 0), ("plain", 2)])
 def test_workers_are_stopped_before_earlier_exit_functions_run(mode, left):
+    """What torch has registered for its workers finds none of them; without the call it finds all."""
     result = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["workers: 2", f"workers at exit: {left}"]
 
 
 def test_loaders_without_persistent_workers_are_left_alone():
+    """Nothing is registered for a loader without processes, or for something else."""
     for loader in (torch.utils.data.DataLoader([1, 2]), [1, 2], None):
         stop_workers_at_exit(loader)

@@ -20,7 +20,15 @@ from halfstep.precision.deepspeed_keys import DTYPES
 from halfstep.precision.formats import canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, Span, walk
 
-__all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
+__all__ = ["DeepSpeed", "DeepSpeedRule", "uses_another_engine", "version_text"]
+
+_OTHER_ENGINES = frozenset({"NO", "MULTI_GPU", "FSDP", "MULTI_CPU", "MEGATRON_LM"})  # `distributed_type` of Accelerate
+
+
+def uses_another_engine(config: Config) -> bool:
+    """Whether a file of Accelerate names an engine with which it ignores `deepspeed_config` (HS266)."""
+    engine = config.value("distributed_type") if config.kind == "accelerate" else None
+    return isinstance(engine, str) and engine.upper() in _OTHER_ENGINES
 
 
 def version_text(version: tuple[int, ...]) -> str:

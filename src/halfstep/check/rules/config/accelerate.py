@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.deepspeed_facts import uses_another_engine
 from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
 from halfstep.check.config.edits import literal, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS
@@ -25,7 +26,6 @@ _DEEPSPEED_BLOCKS = frozenset({
     "fp16", "bf16", "bfloat16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler",
     "activation_checkpointing",
 })  # fmt: skip
-_OTHER_ENGINES = frozenset({"NO", "MULTI_GPU", "FSDP", "MULTI_CPU", "MEGATRON_LM"})
 # Settings that accelerate 1.15 rejects next to a DeepSpeed file (DeepSpeedPlugin._deepspeed_config_checks).
 _SET_BY_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
@@ -217,7 +217,7 @@ class AccelerateOffloadIgnored(ConfigRule):
 
     def check(self, config: Config) -> Iterator[Finding]:
         """Report an offload device at stage 0, 1 or 2."""
-        if config.kind != "accelerate":
+        if config.kind != "accelerate" or uses_another_engine(config):
             return
         stage = config.value("deepspeed_config", "zero_stage")
         device = config.value("deepspeed_config", "offload_param_device")
@@ -274,7 +274,7 @@ class DeepSpeedBlockIgnored(ConfigRule):
         block = config.block("deepspeed_config")
         engine = config.value("distributed_type")
         path = config.value("deepspeed_config") if block is None else None
-        other = isinstance(engine, str) and engine.upper() in _OTHER_ENGINES
+        other = uses_another_engine(config)
         if other and (isinstance(path, str) or (block and block.entries)):
             message = (
                 f"`deepspeed_config` has no effect with `distributed_type: {engine}`; without `--use_deepspeed` on the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, uses_another_engine
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -231,7 +231,7 @@ class AccumulationIn16Bits(DeepSpeedRule):
         mode, steps = config.value("mixed_precision"), config.number(*_ACCELERATE_STEPS)
         if config.kind != "accelerate" or mode not in {"bf16", "fp16"} or steps is None or steps < 4:
             return
-        if config.entry("deepspeed_config", "deepspeed_config_file") is None:
+        if config.entry("deepspeed_config", "deepspeed_config_file") is None and not uses_another_engine(config):
             yield self.at(
                 config,
                 _ACCELERATE_STEPS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, uses_another_engine
 from halfstep.check.config.edits import remove
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
@@ -312,7 +312,11 @@ class Fp16WithoutZero(DeepSpeedRule):
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in a DeepSpeed configuration, or in an Accelerate file that DeepSpeed's is made from."""
         yield from super().check(config)
-        fp16 = config.kind == "accelerate" and config.value("mixed_precision") == "fp16"
+        fp16 = (
+            config.kind == "accelerate"
+            and config.value("mixed_precision") == "fp16"
+            and not uses_another_engine(config)
+        )
         entry = config.entry("mixed_precision")
         affected = DeepSpeed(config).since(0, 18, 3) is not False
         if fp16 and entry and affected and config.number("deepspeed_config", "zero_stage") == 0:

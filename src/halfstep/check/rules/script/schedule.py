@@ -160,6 +160,8 @@ class SchedulerIgnoresSkips(TraceRule):
     good = (
         _TRAIN.replace("    scaler.step", "    before = scaler.get_scale()\n    scaler.step")
         + "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
+        _TRAIN.replace("    scaler.step", "    before = optimizer._step_count\n    scaler.step")
+        + "    if optimizer._step_count > before:\n        scheduler.step()\n",
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/44511",
@@ -272,8 +274,11 @@ def _is_none(script: Script, step: Event) -> bool:
 
 
 def _reads_scale(script: Script) -> bool:
-    """Whether the script compares the scale, by which a skipped step is recognised; printing it is no comparison."""
-    if "_scale" in script.outline.loads:
+    """Whether the script compares the scale, or the optimizer's count of steps, by which a skipped step is recognised.
+
+    Printing the scale is no comparison.
+    """
+    if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
         return True
     statements = [script.statement(e.node) for e in script.events("get_scale")]
     assigned = [s for s in statements if isinstance(s, ast.Assign)]

@@ -10,34 +10,28 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.half_weights import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
-from halfstep.check.script.objects.checkpoints import stored_low
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
+from halfstep.check.script.flow.logit_formats import logit_formats
+from halfstep.check.script.flow.sources import sources_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.outputs import (
     Exit,
     in_no_grad,
-    iterated,
-    keeps_dtype,
-    keeps_format,
     leaves_autocast,
     leaves_engine,
 )
-from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
-from halfstep.check.script.objects.weights import Cast, base_of, cast_formats, conditions_of
+from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, text_of
+from halfstep.check.script.objects.weights import base_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import CallSite
 
-__all__ = ["RULES", "in_autocast"]
+__all__ = ["RULES", "in_autocast", "with_autocast"]
 
-_SAME_DTYPE = {
-    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
-}  # fmt: skip
-# These convert the outputs of a prepared model to float32, or run autocast around it.
-_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
-MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
 _CAST = re.compile(r"float\(|float32")
-_HEADS = frozenset({"lm_head", "output_head"})
+_REFERENCE = re.compile(r"(^|[._])(ref|reference|teacher|old)(_|$)")
+_CRITERION = re.compile(r"^(criterion|loss_fn|loss_func|loss_function)$")
+_RANKS = re.compile(r"(^|[._])(argmax|topk|(calc_|compute_|get_)?acc(uracy)?\d?)$")
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
     "torch.nn.functional.cross_entropy",
@@ -99,31 +93,44 @@ class CrossEntropyInSixteenBits(ScriptRule):
                 continue
             is_training = not in_no_grad(script, call)
             formats: frozenset[str] = frozenset()
-            if is_training and not in_autocast(script, call, function):
-                formats = _logit_formats(script, logits, function, call.lineno)
+            if (is_training or _is_reference(script, logits, function)) and not in_autocast(script, call, function):
+                formats = logit_formats(script, logits, function, call.lineno)
             if formats & SIXTEEN_BIT:
                 if formats <= SIXTEEN_BIT or not conditional:  # one reminder of the condition is enough
                     yield self._report(script, call, logits, formats)
                 conditional |= not formats <= SIXTEEN_BIT
-            elif not _with_autocast(script, call, function):
+            elif not with_autocast(script, call, function):
                 exit_ = leaves_autocast(script, logits, function, call.lineno)
                 if exit_ is None and is_training:
                     exit_ = leaves_engine(script, logits, function, call.lineno)
                 if exit_ is not None and is_training and exit_.is_training:
                     yield self._report_exit(script, call, logits, exit_)
                 elif exit_ is not None:
+                    is_reference = _REFERENCE.search(exit_.model)
+                    rounded = "log-probabilities of the reference are" if is_reference else "validation loss is"
                     yield self.finding(
                         script.where(call),
                         f"autocast ends before this loss, so it is computed in {' or '.join(sorted(exit_.formats))} unless `{exit_.model}` casts its "
-                        "output: the validation loss is rounded to 16 bits",
+                        f"output: the {rounded} rounded to 16 bits",
                         instead="move the loss into the autocast region, or cast the logits with .float()",
                         severity="advice",
                     )
+        for call, function in _unknown_criteria(script):
+            exit_ = None if in_no_grad(script, call) else leaves_autocast(script, call.args[0], function, call.lineno)
+            if exit_ is not None and not with_autocast(script, call, function):
+                yield self.finding(
+                    script.where(call),
+                    f"if `{text_of(call.func)}` is a cross-entropy, it computes in {' or '.join(sorted(exit_.formats))} unless `{exit_.model}` casts its "
+                    f"output ({exit_.cause})",
+                    instead="move the loss into the autocast region, or cast the logits with .float()",
+                    severity="advice",
+                )
 
     def _report(self, script: Script, call: ast.Call, logits: ast.expr, formats: frozenset[str]) -> Finding:
         name = " or ".join(sorted(formats & SIXTEEN_BIT))
         is_certain = formats <= SIXTEEN_BIT
-        when = "" if is_certain else f"when the model is loaded in {name}, "
+        when = f"when the model has {name} weights, " if UNKNOWN in formats else f"when the model is loaded in {name}, "
+        when = "" if is_certain else when
         return self.finding(
             script.where(call),
             f"{when}the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
@@ -142,6 +149,30 @@ class CrossEntropyInSixteenBits(ScriptRule):
             instead="move the loss into the autocast region, or cast the logits with .float()",
             severity=None if exit_.is_certain else "advice",
         )
+
+
+def _is_reference(script: Script, logits: ast.expr, function: Function) -> bool:
+    """Whether logits are those of a frozen model whose log-probabilities a training loss compares with, as in PPO or DPO."""
+    sources = sources_of(script.outline, logits, function, logits.end_lineno or logits.lineno)
+    return any(isinstance(s.node, ast.Call) and _REFERENCE.search(key_of(s.node.func)) for s in sources)
+
+
+def _unknown_criteria(script: Script) -> Iterator[CallSite]:
+    """Losses that another file passes, `criterion(output, y)`, of an output whose classes are ranked: `accuracy(output, y)`."""
+    outline = script.outline
+    for name, sites in outline.calls.items():
+        for call, function in sites if _CRITERION.search(name) else ():
+            is_param = isinstance(call.func, ast.Name) and name in function.params and call.args
+            if not is_param or outline.values(name, function) or outline.bindings.get(name):
+                continue
+            output = key_of(call.args[0])
+            ranked = (n for n in ast.walk(function.node) if isinstance(n, ast.Call) and _RANKS.search(text_of(n.func)))
+            if output.isidentifier() and any(output in {key_of(a) for a in (*n.args, _owner(n))} for n in ranked):
+                yield CallSite(call, function)
+
+
+def _owner(call: ast.Call) -> ast.AST:
+    return call.func.value if isinstance(call.func, ast.Attribute) else call.func
 
 
 def _losses(script: Script) -> Iterator[CallSite]:
@@ -188,10 +219,10 @@ def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> boo
 def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a `with` around a node may enter autocast, or whether a function may be called from inside one."""
     inside = isinstance(function.node, (ast.FunctionDef, ast.AsyncFunctionDef)) and bool(script.autocasts)
-    return inside or _with_autocast(script, node, function)
+    return inside or with_autocast(script, node, function)
 
 
-def _with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+def with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a `with` or a decorator around a node may enter autocast."""
     contexts: list[ast.expr] = []
     parent = script.outline.parents.get(node)
@@ -202,131 +233,6 @@ def _with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
             contexts += parent.decorator_list
         parent = script.outline.parents.get(parent)
     return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
-
-
-def _logit_formats(
-    script: Script, node: ast.expr, function: Function, line: int, depth: int = MAX_STEPS
-) -> frozenset[str]:
-    """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit model."""
-    outline = script.outline
-    while depth:
-        depth -= 1
-        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-            node = node.value
-        elif isinstance(node, ast.BinOp) and (operand := keeps_format(node)) is not None:
-            node = operand
-        elif isinstance(node, ast.Call) and outline.names.full(node.func) == "einops.rearrange" and node.args:
-            node = node.args[0]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            formats = cast_formats(outline, node, function)
-            if formats:
-                return formats
-            if node.func.attr in _HEADS:
-                return _head_formats(script, node.func.value, function)
-            if node.func.attr not in _SAME_DTYPE:
-                return _called_formats(script, node, function)
-            node = node.func.value
-        elif isinstance(node, ast.Call):
-            return _called_formats(script, node, function)
-        elif isinstance(node, ast.Attribute) and node.attr == "logits":
-            return _output_formats(script, node.value, function, line)
-        elif isinstance(node, ast.Subscript) and constant(node.slice) == "logits":
-            return _output_formats(script, node.value, function, line)  # `outputs["logits"]`
-        else:
-            break
-    name = key_of(node)
-    if not name.isidentifier() or not depth:
-        return frozenset()
-    earlier = [
-        b for b in outline.lookup(name, function) if b.function is function and getattr(b.node, "lineno", 0) < line
-    ]
-    if earlier:
-        last = earlier[-1]
-        rows = iterated(last)
-        if rows is not None:
-            return _logit_formats(script, rows, function, getattr(last.node, "lineno", 0), depth)
-        if last.value is None or last.index is not None:
-            return frozenset()
-        return _logit_formats(script, last.value, function, getattr(last.node, "lineno", 0), depth)
-    if name in function.params:
-        sites = [(v, f) for v, f in passed_for(outline, name, function) if not in_no_grad(script, v)]
-        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
-        return passed[0] if passed and all(p == passed[0] for p in passed) else frozenset()
-    return frozenset()
-
-
-def _output_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
-    """The format of `model(...).logits`, for a model that transformers loads in 16 bits and that runs without autocast."""
-    outline = script.outline
-    if (
-        script.autocasts
-        or outline.names.uses(*_FRAMEWORKS)
-        or any(n.endswith(("Trainer", "Accelerator")) for n in outline.calls)
-    ):
-        return frozenset()
-    key = key_of(node)
-    if key.isidentifier():
-        bindings = [
-            b for b in outline.lookup(key, function) if b.function is function and getattr(b.node, "lineno", 0) < line
-        ]
-        value = bindings[-1].value if bindings and bindings[-1].index is None else None
-        node = value if value is not None else node
-    if not isinstance(node, ast.Call) or not key_of(node.func):
-        return frozenset()
-    return _loaded_formats(script, node.func, function)
-
-
-def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
-    """The format of `model.lm_head(hidden)`: a layer that no framework wraps, in the dtype of the loaded model."""
-    outline = script.outline
-    created = [call for call, _ in outline.calls.get("Accelerator", ())]
-    mixed = any(k.arg in {None, "mixed_precision"} and constant(k.value) != "no" for c in created for k in c.keywords)
-    wrapped = outline.names.uses(*(name for name in _FRAMEWORKS if name != "accelerate")) or mixed
-    if script.autocasts or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
-        return frozenset()
-    while (
-        isinstance(model, ast.Attribute)
-        and model.attr in {"module", "model", "base_model"}
-        and key_of(model) != "self.model"
-    ):
-        model = model.value
-    return _loaded_formats(script, model, function)
-
-
-def _loaded_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
-    """The dtype of a model that transformers loads, if the text decides it."""
-    outline = script.outline
-    lineage = script.training.model(model, function)
-    # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
-    loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
-    casts = [c for c in lineage.casts if c.form == "cast"]
-    # An adapter returns the dtype of the layer it is on; a quantized model may keep its head in float32.
-    is_open = lineage.is_adapted and any("kbit" in name or "BitsAndBytes" in name for name in outline.calls)
-    if not loads or lineage.is_restored or is_open or len(lineage.casts) != len(loads) + len(casts):
-        return frozenset()
-    if casts:
-        decided = all(c.is_certain and not conditions_of(outline, c.node) for c in casts)
-        return frozenset().union(*(c.formats for c in casts)) if decided else frozenset()
-    formats = [SIXTEEN_BIT if stored_low(script, c) and c.form == "load" else c.formats for c in loads]
-    merged: frozenset[str] = frozenset().union(*formats)
-    return merged if merged <= SIXTEEN_BIT | {"float32"} else frozenset()
-
-
-def _is_language_model(outline: Outline, cast: Cast) -> bool:
-    name = text_of(cast.node.func)
-    return outline.names.full(cast.node.func).startswith("transformers.") or "ForCausalLM." in name
-
-
-def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
-    """The format of `model(...)`, for a model that is cast to 16 bits and whose class casts nothing back."""
-    if script.autocasts or script.outline.names.uses(*_FRAMEWORKS) or not key_of(call.func):
-        return frozenset()
-    lineage = script.training.model(call.func, function)
-    if lineage.is_restored or not lineage.creations or not all(keeps_dtype(script, c) for c in lineage.creations):
-        return frozenset()
-    if not lineage.casts or not all(c.is_certain and not conditions_of(script.outline, c.node) for c in lineage.casts):
-        return frozenset()
-    return frozenset().union(*(c.formats for c in lineage.casts))
 
 
 RULES: tuple[type[Rule], ...] = (CrossEntropyInSixteenBits,)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.logits import in_autocast
+from halfstep.check.rules.weights.logits import in_autocast, with_autocast
+from halfstep.check.script.objects.outputs import leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -38,6 +39,8 @@ _PRESERVES_DTYPE = {
     "contiguous",
 }
 
+_KEEPS = {"numpy", "tolist", "item", "log", "append", "extend"}
+_SAME_VALUE = {"detach", "cpu", "float", "squeeze", "view", "reshape", "flatten", "data"}
 _REDUCTIONS = ("softmax", "log_softmax", "sum", "mean", "cumsum", "norm", "prod", "cumprod", "logsumexp", "var")
 
 
@@ -75,6 +78,48 @@ class ReductionInHalf(ScriptRule):
                         f"`{name}` computes in float16: small terms are lost and sums overflow beyond 65504",
                         instead="dtype=torch.float32, and cast the result",
                     )
+                elif name == "softmax" and value is not None and _is_kept(script, call, function):
+                    yield from self._check_exit(script, call, value, function)
+
+    def _check_exit(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
+        """A softmax after an autocast region of the logits that were computed in it."""
+        if not script.autocasts or with_autocast(script, call, function):
+            return
+        exit_ = leaves_autocast(script, value, function, call.lineno)
+        if exit_ is not None and exit_.formats == {"float16"}:
+            cause = exit_.cause.replace("this loss", "this softmax")
+            unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+            yield self.finding(
+                script.where(call),
+                f"the probabilities are computed in float16{unless} ({cause}): they have three digits, and those below 6e-8 are zero",
+                instead="cast the logits with .float() before the softmax",
+            )
+
+
+def _is_kept(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether probabilities are used as numbers: stored or computed with, not ranked or compared with a threshold."""
+    parent = script.outline.parents.get(call)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    if not isinstance(target, ast.Name):
+        return _is_number(script, call)
+    uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+    return any(_is_number(script, n) for n in uses if n.lineno > call.lineno and isinstance(n.ctx, ast.Load))
+
+
+def _is_number(script: Script, node: ast.AST) -> bool:
+    """Whether a tensor is an operand, is appended to a list, or leaves torch: `confidence.cpu().numpy()`."""
+    parents = script.outline.parents
+    while isinstance(parent := parents.get(node), (ast.Attribute, ast.Subscript)) and parent.value is node:
+        call = parents.get(parent)
+        name = parent.attr if isinstance(parent, ast.Attribute) else ""
+        if name in _KEEPS:
+            return True
+        if name and (name not in _SAME_VALUE or not isinstance(call, ast.Call)):
+            return False
+        node = call if name and call is not None else parent
+    if isinstance(parent, ast.Call) and node in parent.args:
+        return text_of(parent.func).rsplit(".", 1)[-1] in _KEEPS
+    return isinstance(parent, (ast.BinOp, ast.AugAssign))
 
 
 def _dtype_argument(script: Script, call: ast.Call) -> ast.expr | None:

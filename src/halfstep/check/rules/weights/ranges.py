@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.logits import with_autocast
+from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.lowered import formats_of_tensor
+from halfstep.check.script.objects.outputs import Exit, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -20,6 +23,8 @@ __all__ = ["RULES"]
 _PRESERVES_DTYPE = frozenset({
     "abs", "norm", "sum", "mean", "pow", "square", "sqrt", "detach", "cuda", "max", "min", "clone", "contiguous",
 })  # fmt: skip
+_PROBABILITIES = ("softmax", "log_softmax", "sigmoid")
+_CLAMPS = {"torch.clamp", "torch.clip", "torch.clamp_min"}
 _ATTENTION = """\
 import torch
 def attention(q, k, v, mask):
@@ -214,14 +219,54 @@ class EpsUnderflowsHalf(ScriptRule):
             if dtypes_of(outline, argument(call, None, "dtype"), function) == {"float16"}:
                 spots.append((call, argument(call, 0, "data")))
         spots += _guarded_sigmoids(script)
-        for node, value in spots:
-            number = constant(value)
-            if isinstance(number, float) and 0 < abs(number) < 2**-25:
-                yield self.finding(
-                    script.where(node),
-                    f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8",
-                    instead="compute in float32, or use an eps of at least 1e-7",
-                )
+        yield from (self._report(script, node, constant(value)) for node, value in spots if _underflows(value))
+        for probability, exit_ in _probabilities_after_autocast(script):
+            for node, value in _guards_of(script, probability):
+                if _underflows(value):
+                    yield self._report(script, node, constant(value), exit_)
+
+    def _report(self, script: Script, node: ast.AST, number: object, exit_: Exit | None = None) -> Finding:
+        unless = f" (it has that dtype unless `{exit_.model}` casts its output: {exit_.cause})" if exit_ else ""
+        return self.finding(
+            script.where(node),
+            f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8{unless.replace('this loss', 'this line')}",
+            instead="compute in float32, or use an eps of at least 1e-7",
+            severity="advice" if exit_ is not None and not exit_.is_certain else None,
+        )
+
+
+def _underflows(value: ast.AST | None) -> bool:
+    """Whether a constant is not zero, but rounds to zero in float16."""
+    number = constant(value)
+    return isinstance(number, float) and 0 < abs(number) < 2**-25
+
+
+def _probabilities_after_autocast(script: Script) -> Iterator[tuple[ast.AST, Exit]]:
+    """The uses of probabilities of logits that leave a float16 region, each with the region."""
+    sites = [site for name in _PROBABILITIES for site in script.outline.calls.get(name, ())] if script.autocasts else []
+    for call, function in sites:
+        is_function = script.outline.names.full(call.func).startswith("torch.")
+        value = argument(call, 0, "input") if is_function else getattr(call.func, "value", None)
+        if value is None or argument(call, None, "dtype") is not None or with_autocast(script, call, function):
+            continue
+        exit_ = leaves_autocast(script, value, function, call.lineno)
+        if exit_ is not None and "float16" in exit_.formats:
+            yield from ((use, exit_) for use in _uses_of_value(script, call, function))
+
+
+def _uses_of_value(script: Script, node: ast.AST, function: Function, depth: int = 3) -> Iterator[ast.AST]:
+    """A value and the uses of its variable, also after `exp`: `probs = torch.exp(log_probs)`."""
+    yield node
+    parent = script.outline.parents.get(node)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+    if isinstance(target, ast.Name):
+        for use in (n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id):
+            values = latest(script.outline, use.id, function, use.lineno) if isinstance(use.ctx, ast.Load) else []
+            if len(values) == 1 and values[0].node is parent and depth:
+                yield from _uses_of_value(script, use, function, depth - 1)
+    outer = script.outline.parents.get(parent) if isinstance(parent, ast.Attribute) and parent.attr == "exp" else parent
+    if isinstance(outer, ast.Call) and text_of(outer.func).endswith("exp") and depth:
+        yield from _uses_of_value(script, outer, function, depth - 1)
 
 
 def _guarded_sigmoids(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -301,6 +346,12 @@ def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | N
         parent = parents.get(node)
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
             return [(parent, parent.right if parent.left is node else parent.left)]
+        if (
+            isinstance(parent, ast.Call)
+            and script.outline.names.full(parent.func) in _CLAMPS
+            and node in parent.args[:1]
+        ):
+            return [(parent, argument(parent, 1, "min"))]
         call = parents.get(parent) if isinstance(parent, ast.Attribute) and parent.value is node else None
         if not isinstance(parent, ast.Attribute) or not isinstance(call, ast.Call):
             return []

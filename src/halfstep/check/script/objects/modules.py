@@ -15,7 +15,7 @@ from halfstep.check.script.objects.values import Autocast, autocasts_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["WRAPS", "classes_under_autocast", "created_classes", "regions_in_forward"]
+__all__ = ["WRAPS", "attribute_values", "classes_under_autocast", "created_classes", "regions_in_forward"]
 
 WRAPS = {
     "torch.nn.DataParallel": "dp",
@@ -106,11 +106,11 @@ def _classes_of(outline: Outline, func: ast.expr, function: Function) -> set[str
     key = key_of(func)
     if not key or key in outline.classes:
         return set()
-    values = outline.values(key, function) or _attribute(outline, key, function)
+    values = outline.values(key, function) or attribute_values(outline, key, function)
     return {name for value in values for name in created_classes(outline, value)}
 
 
-def _attribute(outline: Outline, key: str, function: Function) -> list[ast.expr]:
+def attribute_values(outline: Outline, key: str, function: Function) -> list[ast.expr]:
     """What the methods of the same class assign to `self.x`; the outline does not walk every method."""
     methods = outline.classes.get(function.cls, {}).values() if key.startswith("self.") else ()
     assigns = (node for method in methods for node in ast.walk(method.node) if isinstance(node, ast.Assign))

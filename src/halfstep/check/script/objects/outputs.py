@@ -7,35 +7,32 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
-from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, constant
+from halfstep.check.script.flow.sources import Source, element_of, sources_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
+from halfstep.check.script.objects.modules import attribute_values, created_classes
+from halfstep.check.script.objects.values import UNKNOWN, Autocast, argument, autocasts_of, constant
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
-from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
-from halfstep.check.script.syntax.scope import Binding, CallSite
+from halfstep.check.script.syntax.scope import CallSite, default_of
 
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["Exit", "in_no_grad", "iterated", "keeps_dtype", "keeps_format", "leaves_autocast", "leaves_engine"]
+__all__ = ["MODEL_NAME", "Exit", "called_in_autocast", "in_no_grad", "keeps_dtype", "leaves_autocast", "leaves_engine"]
 
-MAX_STEPS = 8  # assignments and reshapes between the output of a model and its loss
-_RESHAPES = {
-    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda",
-}  # fmt: skip
+MAX_CALLS = 4  # functions between the output of a model and its loss
 _CASTS = re.compile(r"float\(|float32|fp32|softmax|upcast|\.double\(")
 # A function or module with such a name is no model whose last layer is a matrix product.
-_MODEL = re.compile(
+MODEL_NAME = re.compile(
     r"model|net|classifier|head|backbone|student|encoder|decoder|policy|actor|gpt|llm|\blm\b|vit|bert", re.IGNORECASE
 )
-_TEMPERATURE = re.compile(r"(^|[._])(temperature|temp|tau|T)$")
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
+_PRODUCT = re.compile(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 # These cast the output of a model that they wrap back to float32, or open regions of their own.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
-_SELECTS = {"torch.masked_select", "torch.index_select", "torch.reshape", "torch.flatten", "torch.squeeze"}
 
 
 class Exit(NamedTuple):
@@ -46,6 +43,7 @@ class Exit(NamedTuple):
     is_certain: bool  # the text shows that the model casts nothing back
     cause: str = "autocast ends before this loss"
     is_training: bool = True  # False if a caller computes the logits without gradients
+    flags: frozenset[str] = frozenset()  # variables that turn the region on
 
 
 def in_no_grad(script: Script, node: ast.AST) -> bool:
@@ -75,42 +73,127 @@ def _casts_nothing(outline: Outline, name: str) -> bool:
     return forward is not None and not _CASTS.search(ast.unparse(forward.node))
 
 
-def leaves_autocast(script: Script, logits: ast.expr, function: Function, line: int) -> Exit | None:
-    """The autocast region that logits come from, if they are the output of a model and nothing casts them since."""
+def leaves_autocast(
+    script: Script, logits: ast.expr, function: Function, line: int, depth: int = MAX_CALLS
+) -> Exit | None:
+    """The autocast region that logits come from, if they are the output of a model and nothing casts them since.
+
+    The region is in the same function, in a function of the file that returns the logits, or in a caller that passes them.
+    """
+    if not depth or script.outline.names.uses(*_FRAMEWORKS):
+        return None
+    sources = sources_of(script.outline, logits, function, line)
+    if any(isinstance(s.node, ast.Call) for s in sources) and called_in_autocast(script, function):
+        return None
+    return _exit_of_all(script, sources, function, depth)
+
+
+def _exit_of_all(script: Script, sources: list[Source], function: Function, depth: int) -> Exit | None:
+    """The region that logits with several sources come from: uncertain if one of them comes from none."""
+    exits = [_exit_of(script, source, function, depth) for source in sources]
+    left = [exit_ for exit_ in exits if exit_ is not None]
+    if not left or len(left) == len(exits):
+        return left[0] if left else None
+    cause = left[0].cause.replace("autocast ends", "autocast, where it is active, ends")
+    return left[0]._replace(is_certain=False, cause=cause)
+
+
+def _exit_of(script: Script, source: Source, function: Function, depth: int) -> Exit | None:
+    """The region that one source of logits comes from."""
     outline = script.outline
-    if outline.names.uses(*_FRAMEWORKS):
+    node = source.node
+    if isinstance(node, ast.Name):
+        return _leaves_before_call(script, node.id, function, depth)
+    if not isinstance(node, ast.Call) or outline.names.full(node.func):
         return None
-    root, _ = _walk_back(outline, logits, function, line)
-    if isinstance(root, ast.Name) and root.id in function.params:
-        return _leaves_before_call(script, root.id, function)
-    node, inside = _output_call(outline, logits, function, line)
-    if node is None or inside is None:
-        return None
+    regions = _regions_around(script, node, function)
+    if not regions:
+        return _leaves_in_call(script, node, source, function, depth)
     model = key_of(node.func).removesuffix(".forward")
-    formats = _formats_around(script, inside, function)
-    if not formats or outline.names.full(node.func) or not _MODEL.search(model):
-        return None
+    formats = _formats_of(regions)
+    is_first = source.position in {None, 0} or "logit" in source.name
     target = outline.call_target(node, function)
-    if target is not None and _CASTS.search(ast.unparse(target.node)):
+    is_cast = target is not None and _CASTS.search(ast.unparse(target.node))
+    if not formats or not is_first or is_cast:
         return None
     creations = script.training.model(node.func, function).creations
     own = [c for c in creations if created_classes(outline, c.node)]
     if any(not keeps_dtype(script, c) for c in own):
         return None
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations)
+    is_product = _is_product(script, node, function)
+    if not MODEL_NAME.search(model) and not is_product:
+        return None
+    certain |= is_product
+    flags = frozenset(name for a in regions for name in re.findall(r"[A-Za-z_]\w*", a.enabled))
     if formats <= SIXTEEN_BIT:
-        return Exit(model, formats, certain)
-    return Exit(model, formats & SIXTEEN_BIT, False, "autocast, where it is not float32, ends before this loss")
+        return Exit(model, formats, certain, flags=flags)
+    cause = "autocast, where it is not float32, ends before this loss"
+    return Exit(model, formats & SIXTEEN_BIT, False, cause, flags=flags)
 
 
-def _leaves_before_call(script: Script, name: str, function: Function) -> Exit | None:
+def _is_product(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a layer is a matrix product, which autocast computes in 16 bits; it runs norms in float32."""
+    key = key_of(call.func)
+    values = attribute_values(script.outline, key, function)
+    names = [script.outline.names.full(value.func) if isinstance(value, ast.Call) else "" for value in values]
+    return bool(names) and all(_PRODUCT.search(name) for name in names)
+
+
+def _leaves_in_call(script: Script, call: ast.Call, source: Source, function: Function, depth: int) -> Exit | None:
+    """The same for logits that a function of the file, or the forward of a model, returns after its region has ended."""
+    outline = script.outline
+    target = outline.call_target(call, function)
+    if target is None:
+        creations = script.training.model(call.func, function).creations
+        classes = {name for c in creations for name in created_classes(outline, c.node)}
+        target = outline.classes[classes.pop()].get("forward") if len(classes) == 1 else None
+    if target is None or target is function or target.name == "__init__" or _CASTS.search(ast.unparse(target.node)):
+        return None
+    position = source.position
+    values = [(v, sources_of(outline, v, target, v.end_lineno or v.lineno, position)) for v in returned_by(target)]
+    # What the function gets and returns again is another caller's in another call.
+    computed = depth > 1 and not any(isinstance(s.node, ast.Name) for _, sources in values for s in sources)
+    exits = [_exit_of_all(script, sources, target, depth - 1) for _, sources in values] if computed else []
+    exit_ = exits[0] if exits else None
+    if exit_ is None or None in exits or any(_is_off(name, call, target) for name in exit_.flags):
+        return None
+    cause = exit_.cause.replace("ends before this loss", f"ends in `{target.name}`")
+    is_training = exit_.is_training and not any(in_no_grad(script, value) for value, _ in values)
+    return exit_._replace(cause=cause, is_training=is_training)
+
+
+def _is_off(name: str, call: ast.Call, target: Function) -> bool:
+    """Whether a call passes False for a flag of a function, or leaves it at False."""
+    if name not in target.params:
+        return False
+    is_bound = target.method and target.params[0] == "self"
+    value = argument(call, target.params.index(name) - is_bound, name) or default_of(target, name)
+    return value is not None and constant(value) in {False, None}
+
+
+def called_in_autocast(script: Script, function: Function, depth: int = 3) -> bool:
+    """Whether some caller in the file calls a function inside a region, where losses are computed in float32."""
+    if function.name == "forward" and function.method:
+        return function.cls in script.classes_under_autocast
+    for call, caller in script.outline.calls.get(function.name, ()):
+        target = script.outline.call_target(call, caller)
+        if target is function or (target is None and function.method and isinstance(call.func, ast.Attribute)):
+            if _formats_of(_regions_around(script, call, caller)):
+                return True
+            if caller is not function and depth and called_in_autocast(script, caller, depth - 1):
+                return True
+    return False
+
+
+def _leaves_before_call(script: Script, name: str, function: Function, depth: int) -> Exit | None:
     """The same for logits that a function gets: some caller passes them after its region has ended."""
     for value, caller in passed_for(script.outline, name, function):
-        if caller is function or _formats_around(script, value, caller):
+        if caller is function or _formats_of(_regions_around(script, value, caller)):
             continue
-        exit_ = leaves_autocast(script, value, caller, value.lineno)
+        exit_ = leaves_autocast(script, value, caller, value.lineno, depth - 1)
         if exit_ is not None:
-            cause = f"{exit_.cause.removesuffix('before this loss')}before {script.at(value)} passes them here"
+            cause = exit_.cause.replace("before this loss", f"before {script.at(value)} passes them on")
             return exit_._replace(cause=cause, is_training=exit_.is_training and not in_no_grad(script, value))
     return None
 
@@ -119,14 +202,15 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     """The DeepSpeed engine that logits come from, if its inputs are cast to 16 bits: so are its weights and its output."""
     outline = script.outline
     created = outline.library_calls.get("deepspeed.initialize", ())
-    root, _ = _walk_back(outline, logits, function, line) if created else (None, None)
-    if isinstance(root, ast.Name) and root.id in function.params:
+    sources = sources_of(outline, logits, function, line) if created else []
+    root = sources[-1].node if sources and sources[-1].position in {None, 0} else None
+    if isinstance(root, ast.Name):
         passed = [(v, f) for v, f in passed_for(outline, root.id, function) if f is not function]
         exits = (leaves_engine(script, v, f, v.lineno) for v, f in passed if not in_no_grad(script, v))
         return next((exit_ for exit_ in exits if exit_ is not None), None)
-    call, _ = _output_call(outline, logits, function, line) if created else (None, None)
-    if call is None:
+    if not isinstance(root, ast.Call):
         return None
+    call = root
     key = key_of(call.func)
     names, models = set(), []
     for site in created:
@@ -185,30 +269,9 @@ def _casts_before(outline: Outline, name: str, function: Function, line: int) ->
     """The casts of a variable before a line: `x, y = x.to(device).half(), y.to(device)`."""
     for binding in outline.lookup(name, function):
         if binding.function is function and getattr(binding.node, "lineno", line) < line:
-            cast = _cast_in(_element(binding))
+            cast = _cast_in(element_of(binding))
             if cast is not None and cast_formats(outline, cast, function) & SIXTEEN_BIT:
                 yield cast
-
-
-def _element(binding: Binding) -> ast.expr | None:
-    """What an assignment gives its variable; of `a, b = x, y` the element."""
-    value = binding.value
-    if isinstance(binding.node, ast.For):
-        return iterated(binding)
-    if binding.index is not None and isinstance(value, (ast.Tuple, ast.List)) and binding.index < len(value.elts):
-        return value.elts[binding.index]
-    return value if binding.index in {None, 0} else None
-
-
-def iterated(binding: Binding) -> ast.expr | None:
-    """What a loop variable is a row of: `logits` of `for row, ids in zip(logits, input_ids)`."""
-    source = binding.node.iter if isinstance(binding.node, ast.For) else None
-    if isinstance(source, ast.Call) and binding.index is not None:
-        name = key_of(source.func)
-        if name == "zip" and binding.index < len(source.args):
-            return source.args[binding.index]
-        return source.args[0] if name == "enumerate" and binding.index == 1 and source.args else None
-    return source if binding.index is None and isinstance(source, ast.Name) else None
 
 
 def _cast_in(node: ast.expr | None) -> ast.Call | None:
@@ -222,102 +285,23 @@ def _cast_in(node: ast.expr | None) -> ast.Call | None:
     return None
 
 
-def _output_call(
-    outline: Outline, logits: ast.expr, function: Function, line: int
-) -> tuple[ast.Call | None, ast.AST | None]:
-    """The call of a model that logits are the output of, and its statement: through reshapes and a temperature."""
-    node, inside = _walk_back(outline, logits, function, line)
-    is_call = isinstance(node, ast.Call) and inside is not None and bool(chain(node.func))
-    return (node, inside) if is_call and isinstance(node, ast.Call) else (None, None)
-
-
-def _walk_back(
-    outline: Outline, logits: ast.expr, function: Function, line: int
-) -> tuple[ast.expr | None, ast.AST | None]:
-    """What logits are made from in their function, and its statement; a parameter has no statement of its own."""
-    node = logits
-    inside: ast.AST | None = None
-    for _ in range(MAX_STEPS):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
-            node = node.func.value
-        elif isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "logits"):
-            node = node.value
-        elif isinstance(node, ast.BinOp) and keeps_format(node) is not None:
-            node = keeps_format(node) or node
-        elif isinstance(node, ast.Call) and (selected := _selected(outline, node, function)) is not None:
-            node = selected
-        elif isinstance(node, ast.Name):
-            binding = _last_binding(outline, node.id, function, line)
-            if binding is None and node.id in function.params:
-                return node, inside
-            value = _element(binding) if binding is not None else None
-            if binding is None or value is None:
-                return None, None
-            node, inside, line = value, binding.node, binding.node.lineno  # type: ignore[attr-defined]
-        else:
-            break
-    return node, inside
-
-
-def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
-    """The tensor that a call selects from or reshapes: a function of torch, or one of this file that only does that."""
-    if outline.names.full(call.func) in _SELECTS:
-        return argument(call, 0, "input")
-    target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None
-    param = _returned_parameter(outline, target) if target is not None and target is not function else ""
-    return argument(call, target.params.index(param), param) if target is not None and param else None
-
-
-def _returned_parameter(outline: Outline, target: Function) -> str:
-    """The parameter that a function without branches returns, reshaped or selected from; "" if it returns anything else."""
-    origins = {name: name for name in target.params}
-    for statement in target.body:
-        if isinstance(statement, ast.Return):
-            return origins.get(_reshaped(outline, statement.value), "")
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            origins[statement.targets[0].id] = origins.get(_reshaped(outline, statement.value), "")
-        elif not isinstance(statement, ast.Expr):
-            return ""
-    return ""
-
-
-def _reshaped(outline: Outline, node: ast.expr | None) -> str:
-    """The variable that an expression reshapes or selects from; "" if it computes anything."""
-    while node is not None and not isinstance(node, ast.Name):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
-            node = node.func.value
-        elif isinstance(node, ast.Call) and outline.names.full(node.func) in _SELECTS:
-            node = argument(node, 0, "input")
-        else:
-            node = node.value if isinstance(node, ast.Subscript) else None
-    return node.id if node is not None else ""
-
-
-def keeps_format(node: ast.BinOp) -> ast.expr | None:
-    """The logits of `logits / 2`, `30 * logits` and `logits / temperature`: a number does not change their dtype."""
-    if isinstance(constant(node.right), (int, float)) or _TEMPERATURE.search(key_of(node.right)):
-        return node.left
-    if isinstance(constant(node.left), (int, float)):
-        return node.right
-    return None
-
-
-def _last_binding(outline: Outline, name: str, function: Function, line: int) -> Binding | None:
-    here = [b for b in outline.lookup(name, function) if b.function is function]
-    before = [b for b in here if getattr(b.node, "lineno", 0) < line]
-    # In the branches of a condition the earlier one may be the one that runs.
-    return before[-1] if before else None
-
-
-def _formats_around(script: Script, node: ast.AST, function: Function) -> frozenset[str]:
-    """The 16-bit formats of the innermost autocast region around a statement."""
-    parent = script.outline.parents.get(node)
-    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+def _regions_around(script: Script, node: ast.AST, function: Function) -> list[Autocast]:
+    """The innermost autocast region around a node; several if a variable chooses one."""
+    outline = script.outline
+    for parent in script.above(node):
+        contexts: list[ast.expr] = []
         if isinstance(parent, ast.With):
-            regions = [a for item in parent.items for a in autocasts_of(script.outline, item.context_expr, function)]
-            if regions:
-                dtypes = frozenset().union(*(a.dtypes for a in regions))
-                enabled = all(a.enabled != "no" for a in regions)
-                return dtypes if enabled and dtypes & SIXTEEN_BIT and UNKNOWN not in dtypes else frozenset()
-        parent = script.outline.parents.get(parent)
-    return frozenset()
+            contexts = [item.context_expr for item in parent.items]
+        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            contexts = parent.decorator_list
+        regions = [a for context in contexts for a in autocasts_of(outline, context, function)]
+        if regions:
+            return regions
+    return []
+
+
+def _formats_of(regions: list[Autocast]) -> frozenset[str]:
+    """The formats of a region that may compute in 16 bits; none if it is disabled or the text does not decide it."""
+    dtypes: frozenset[str] = frozenset().union(*(a.dtypes for a in regions))
+    enabled = all(a.enabled != "no" for a in regions)
+    return dtypes if enabled and dtypes & SIXTEEN_BIT and UNKNOWN not in dtypes else frozenset()

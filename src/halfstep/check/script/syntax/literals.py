@@ -99,7 +99,9 @@ class _Reader:
         hidden = any(isinstance(a, ast.Starred) for site in calls for a in site.call.args)
         if not calls or hidden or any(k.arg is None for site in calls for k in site.call.keywords):
             return None
-        passed = list(self.outline.passed(name, function))
+        # Not `outline.passed`, which does not know calls through an object: `agent.evaluate(x, use_amp=True)`.
+        position = function.params.index(name) - (function.method and function.params[0] in {"self", "cls"})
+        passed = [(value, caller) for call, caller in calls for value in _passed(call, position, name)]
         if not passed:
             default = default_of(function, name)
             return (default, function.parent or function) if default is not None else None
@@ -213,6 +215,12 @@ class _Reader:
             part = ast.copy_location(ast.keyword(str(name), value), value)
             self.outline.parents[part] = self.outline.parents[keyword]
             yield part
+
+
+def _passed(call: ast.Call, position: int, name: str) -> list[ast.expr]:
+    """What a call passes for a parameter, by name or by position."""
+    by_name = [k.value for k in call.keywords if k.arg == name]
+    return by_name or call.args[position : position + 1]
 
 
 def _encloses(outer: Function, function: Function) -> bool:

@@ -1,0 +1,215 @@
+"""The formats of logits: cast explicitly, or the output of a model whose weights have 16 bits, outside autocast."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.script.flow.sources import element_of, is_move, iterated, keeps_format, latest
+from halfstep.check.script.objects.checkpoints import stored_low
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
+from halfstep.check.script.objects.modules import created_classes
+from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype
+from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.objects.weights import Cast, Lineage, cast_formats, conditions_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import Binding
+
+__all__ = ["logit_formats"]
+
+MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
+_SAME_DTYPE = {
+    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
+    "gather", "index_select", "masked_select",
+}  # fmt: skip
+# These convert the outputs of a prepared model to float32, or run autocast around it.
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+_HEADS = frozenset({"lm_head", "output_head"})
+# A cast there is for something else than training.
+_ASIDE = re.compile(r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|convert|debug")
+_NOTHING: frozenset[str] = frozenset()
+
+
+def logit_formats(
+    script: Script, node: ast.expr, function: Function, line: int, depth: int = MAX_STEPS
+) -> frozenset[str]:
+    """The formats of logits, as far as the text decides them; with others than 16-bit ones, only some runs have these."""
+    outline = script.outline
+    while depth:
+        depth -= 1
+        if isinstance(node, ast.Subscript) and _is_part(node):
+            node = node.value
+        elif isinstance(node, ast.BinOp) and (operand := keeps_format(node)) is not None:
+            node = operand
+        elif isinstance(node, ast.Call) and outline.names.full(node.func) == "einops.rearrange" and node.args:
+            node = node.args[0]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            formats = cast_formats(outline, node, function)
+            if formats:
+                return formats
+            if node.func.attr in _HEADS:
+                return _head_formats(script, node.func.value, function)
+            if node.func.attr not in _SAME_DTYPE and not is_move(outline, node, function):
+                return _called_formats(script, node, function)
+            node = node.func.value
+        elif isinstance(node, ast.Call):
+            return _called_formats(script, node, function)
+        elif isinstance(node, ast.Attribute) and node.attr == "logits":
+            return _output_formats(script, node.value, function, line)
+        elif isinstance(node, ast.Subscript) and constant(node.slice) == "logits":
+            return _output_formats(script, node.value, function, line)  # `outputs["logits"]`
+        else:
+            break
+    name = key_of(node)
+    if not name.isidentifier() or not depth:
+        return _NOTHING
+    bindings = latest(outline, name, function, line)
+    if bindings:
+        return _merged([_assigned_formats(script, b, function, depth) for b in bindings])
+    if name in function.params:
+        sites = [(v, f) for v, f in passed_for(outline, name, function) if not in_no_grad(script, v)]
+        passed = [logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
+        return passed[0] if passed and all(p == passed[0] for p in passed) else _NOTHING
+    return _NOTHING
+
+
+def _is_part(node: ast.Subscript) -> bool:
+    """Whether a subscript selects rows of logits, not the logits among the outputs of a model."""
+    if not isinstance(node.slice, ast.Constant):
+        return True
+    inner = node.value
+    return isinstance(node.slice.value, int) and isinstance(inner, ast.Attribute) and inner.attr == "logits"
+
+
+def _assigned_formats(script: Script, binding: Binding, function: Function, depth: int) -> frozenset[str]:
+    rows = iterated(binding)
+    value = rows if rows is not None else element_of(binding)
+    is_call = isinstance(value, ast.Call) and value is binding.value
+    is_first = binding.index in {None, 0} or "logit" in binding.key or rows is not None or not is_call
+    if value is None or not is_first:
+        return _NOTHING
+    return logit_formats(script, value, function, getattr(binding.node, "lineno", 0), depth)
+
+
+def _merged(options: list[frozenset[str]]) -> frozenset[str]:
+    """The formats of several runs; a run that the text does not decide makes the others uncertain."""
+    formats = _NOTHING.union(*options)
+    return formats | {UNKNOWN} if formats & SIXTEEN_BIT and not all(options) else formats
+
+
+def _output_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
+    """The format of `model(...).logits`, for a model that transformers loads in 16 bits and that runs without autocast."""
+    outline = script.outline
+    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
+        return _NOTHING
+    key = key_of(node)
+    if key.isidentifier():
+        bindings = latest(outline, key, function, line)
+        value = bindings[0].value if bindings and bindings[0].index is None else None
+        node = value if value is not None else node
+    if not isinstance(node, ast.Call) or not key_of(node.func):
+        return _NOTHING
+    model = key_of(node.func)
+    passed = list(passed_for(outline, model, function)) if model in function.params else []
+    if passed:  # each caller has its own model: the policy or the reference
+        return _merged([_loaded_formats(script, value, caller) for value, caller in passed])
+    return _loaded_formats(script, node.func, function)
+
+
+def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+    """The format of `model.lm_head(hidden)`: a layer that no framework wraps, in the dtype of the loaded model."""
+    outline = script.outline
+    created = [call for call, _ in outline.calls.get("Accelerator", ())]
+    mixed = any(k.arg in {None, "mixed_precision"} and constant(k.value) != "no" for c in created for k in c.keywords)
+    wrapped = outline.names.uses(*(name for name in _FRAMEWORKS if name != "accelerate")) or mixed
+    if script.autocasts or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
+        return _NOTHING
+    while (
+        isinstance(model, ast.Attribute)
+        and model.attr in {"module", "model", "base_model"}
+        and key_of(model) != "self.model"
+    ):
+        model = model.value
+    return _loaded_formats(script, model, function)
+
+
+def _loaded_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+    """The dtype of a model that transformers loads, if the text decides it."""
+    outline = script.outline
+    lineage = script.training.model(model, function)
+    # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
+    loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
+    casts = [c for c in lineage.casts if c.form == "cast"]
+    is_open = lineage.is_restored or _is_prepared(outline, lineage)
+    if not loads or is_open or len(lineage.casts) != len(loads) + len(casts):
+        return _NOTHING
+    if casts:
+        decided = all(c.is_certain and not conditions_of(outline, c.node) for c in casts)
+        return _NOTHING.union(*(c.formats for c in casts)) if decided else _NOTHING
+    merged = _NOTHING.union(*(_load_formats(script, c) for c in loads))
+    return merged if merged <= SIXTEEN_BIT | {"float32"} else _NOTHING
+
+
+def _load_formats(script: Script, load: Cast) -> frozenset[str]:
+    if load.form == "checkpoint" and keyword_of(script.outline, load.node, load.function, "quantization_config"):
+        # Without a dtype, bitsandbytes loads the layers that it does not quantize, such as the head, in float16.
+        return frozenset({"float16", "float32"})
+    return SIXTEEN_BIT if stored_low(script, load) and load.form == "load" else load.formats
+
+
+def _is_prepared(outline: Outline, lineage: Lineage) -> bool:
+    """Whether `prepare_model_for_kbit_training` casts the head of a quantized model to float32."""
+    if any("kbit" in text_of(c.node.func) for c in lineage.creations):
+        return True
+    sites = [site for name, calls in outline.calls.items() if "kbit" in name for site in calls]
+    keys = [(key_of(value), f) for call, f in sites for value in (*call.args, *(k.value for k in call.keywords))]
+    return any(lineage.has(key, f) for key, f in keys)
+
+
+def _is_language_model(outline: Outline, cast: Cast) -> bool:
+    name = text_of(cast.node.func)
+    return outline.names.full(cast.node.func).startswith("transformers.") or "ForCausalLM." in name
+
+
+def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
+    """The format of `model(...)`, for a model that is cast to 16 bits and whose class, where it is here, casts nothing back."""
+    outline = script.outline
+    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or not key_of(call.func):
+        return _NOTHING
+    lineage = script.training.model(call.func, function)
+    own = [c for c in lineage.creations if created_classes(outline, c.node)]
+    if lineage.is_restored or not lineage.casts or any(not keeps_dtype(script, c) for c in own):
+        return _NOTHING
+    is_known = bool(lineage.creations) and all(keeps_dtype(script, c) for c in lineage.creations)
+    conditional = any(conditions_of(outline, c.node) for c in lineage.casts)
+    formats = _NOTHING.union(*(c.formats for c in lineage.casts))
+    if not all(c.is_certain for c in lineage.casts):
+        return _NOTHING
+    if is_known and not conditional:
+        return formats
+    is_plain = MODEL_NAME.search(key_of(call.func)) and not outline.names.full(call.func)
+    if (
+        not is_plain
+        or _has_trainer(outline)
+        or not all(_is_for_training(outline, c, call, function) for c in lineage.casts)
+    ):
+        return _NOTHING
+    return formats | {UNKNOWN}
+
+
+def _has_trainer(outline: Outline) -> bool:
+    """Whether a Trainer or Accelerator of a library, or a class derived from one, may run the model under autocast."""
+    bases = [key_of(base) for every in outline.bases.values() for base in every]
+    return any(
+        name.endswith(("Trainer", "Accelerator")) and name not in outline.classes for name in (*outline.calls, *bases)
+    )
+
+
+def _is_for_training(outline: Outline, cast: Cast, call: ast.Call, function: Function) -> bool:
+    """Whether a cast of a model comes before a call of it, and is for nothing else, such as an export."""
+    guards = [text for text, is_true in conditions_of(outline, cast.node) if is_true]
+    aside = any(_ASIDE.search(text.lower()) for text in (*guards, cast.function.name))
+    later = cast.function is function and cast.node.lineno > call.lineno
+    return cast.form == "cast" and not aside and not later
