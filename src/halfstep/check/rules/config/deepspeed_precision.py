@@ -312,12 +312,8 @@ class Fp16WithoutZero(DeepSpeedRule):
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in a DeepSpeed configuration, or in an Accelerate file that DeepSpeed's is made from."""
         yield from super().check(config)
-        fp16 = (
-            config.kind == "accelerate"
-            and config.value("mixed_precision") == "fp16"
-            and not uses_another_engine(config)
-        )
-        entry = config.entry("mixed_precision")
+        fp16 = config.kind == "accelerate" and config.value("mixed_precision") == "fp16"
+        entry = None if uses_another_engine(config) else config.entry("mixed_precision")
         affected = DeepSpeed(config).since(0, 18, 3) is not False
         if fp16 and entry and affected and config.number("deepspeed_config", "zero_stage") == 0:
             message = "With `zero_stage` 0, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
