@@ -66,7 +66,10 @@ def test_the_share_of_an_attached_watch_is_that_of_its_steps(clock, scaled):
     assert cost.seconds_per_sample == pytest.approx(4.0)
     assert cost.seconds_per_step == pytest.approx(82 / 7)
     assert cost.share == pytest.approx(12 / 82)
-    assert str(cost) == "4 samples of 4000.00 ms, 15 % of the time of 11714.29 ms per step"
+    assert (
+        str(cost)
+        == "4 samples of 4000.00 ms, 15 % of the time: 11714.29 ms per step with all that ran between the steps"
+    )
 
 
 def test_activations_are_part_of_the_cost(clock):

@@ -1,7 +1,8 @@
 """What watching costs: the time of the samples, and the time of the steps that it is compared with.
 
 Both are measured where the work happens, by events on a GPU and by the clock on a CPU, and neither waits for the device. The
-time of the steps runs from the end of the first step to the end of the latest one known to have ended. The first step and its
+time of the steps runs from the end of the first step to the end of the latest one known to have ended, with validation and whatever
+else the loop does in between. The first step and its
 sample are left out, because both compile kernels and allocate memory.
 """
 
@@ -32,7 +33,8 @@ class WatchCost:
         if self.share is None or self.seconds_per_step is None:
             return f"{text}; their share is known after two steps"
         percent = f"{100 * self.share:.2g}" if self.share < 0.995 else "100"
-        return f"{text}, {percent} % of the time of {1000 * self.seconds_per_step:.2f} ms per step"
+        milliseconds = f"{1000 * self.seconds_per_step:.2f} ms per step"
+        return f"{text}, {percent} % of the time: {milliseconds} with all that ran between the steps"
 
 
 class DeviceClock:
