@@ -60,13 +60,23 @@ def test_a_program_ends_as_python_ends_it(name, tmp_path):
     assert forked.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
 
 
+@pytest.fixture
+def heard_interrupts():
+    """Programs that are started hear Ctrl-C also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_reaches_the_program(number, tmp_path):
     """Sent to the process that was started, which ends by it; the program does not outlive it."""
     program = tmp_path / "waits.py"
-    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [str(programs() / "python"), str(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables) as process:
         assert int(process.stdout.readline()) != process.pid
         process.send_signal(number)
         assert process.stdout.read() == b""  # at its end, which the program's is: nobody else has the pipe
