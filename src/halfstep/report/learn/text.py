@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from halfstep.events import fold
 from halfstep.hardware.units import count_text
 from halfstep.learning.course import UnitResult
 from halfstep.learning.experiment import Proof
@@ -134,14 +134,7 @@ class Page:
     def fill(self, text: str, hang: int = 0, first: str = "") -> str:
         """Wrap at spaces only, so that commands can be copied; following lines are indented by `hang`."""
         width = self.width + text.count("\033") // 2 * 9  # escape codes of one painted word have no width
-        return textwrap.fill(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=" " * hang,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        return fold(text, width, hang, first)
 
     def bold(self, text: str) -> str:
         """Text in bold, where colour is on."""
