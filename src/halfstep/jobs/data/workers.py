@@ -1,8 +1,8 @@
 """Worker processes of a DataLoader at the end of a program.
 
 With `persistent_workers` and `pin_memory` on a GPU, torch waits at exit up to five seconds for each worker, one after the
-other, and tells none of them to stop: a run with 16 workers for training and 16 for validation ends 160 seconds after its
-last line. Functions that are registered later run earlier, so one registered after the workers have started stops them
+other, and tells none of them to stop: with 16 workers for training and 16 for validation, up to 160 seconds after the last line
+of a run. Functions that are registered later run earlier, so one registered after the workers have started stops them
 before torch waits.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from halfstep.check.script.flow.sources import element_of, is_move, iterated, keeps_format, latest
+from halfstep.check.script.flow.sources import RESHAPES, element_of, is_move, iterated, keeps_format, latest
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
 from halfstep.check.script.objects.modules import created_classes
@@ -20,10 +20,6 @@ from halfstep.check.script.syntax.scope import Binding
 __all__ = ["logit_formats"]
 
 MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
-_SAME_DTYPE = {
-    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
-    "gather", "index_select", "masked_select",
-}  # fmt: skip
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 _HEADS = frozenset({"lm_head", "output_head"})
@@ -51,7 +47,7 @@ def logit_formats(
                 return formats
             if node.func.attr in _HEADS:
                 return _head_formats(script, node.func.value, function)
-            if node.func.attr not in _SAME_DTYPE and not is_move(outline, node, function):
+            if node.func.attr not in RESHAPES and not is_move(outline, node, function):
                 return _called_formats(script, node, function)
             node = node.func.value
         elif isinstance(node, ast.Call):
