@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.engine import Engine
@@ -158,6 +159,61 @@ def test_a_buffer_of_another_shape_or_dtype_is_put_back_or_said(change, caplog):
     with caplog.at_level(logging.WARNING, logger="halfstep"):
         window(guard, forward, FLAG)
     assert model.mean.tolist() == [0.0] * 3 or "mean" in caplog.text
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_values_changed_between_steps_are_what_a_skip_goes_back_to(contiguous):
+    """Buffers are found once and copied at every step: as they are then, also if they are the same tensors as before."""
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(3, 4) if contiguous else torch.zeros(4, 3).t())
+    guard = BufferGuard(model)
+    for step in range(3):
+        model.table.fill_(step)
+        window(guard, lambda: model.table.fill_(torch.nan), FLAG)
+        assert model.table.tolist() == [[float(step)] * 4] * 3
+
+
+def test_a_buffer_with_other_memory_is_put_back():
+    """A buffer that moves between steps (`model.to()`), or is another row of one table, is found again."""
+    model = Counters()
+    guard = BufferGuard(model)
+    window(guard, model, CLEAR)
+    table = torch.arange(12.0).view(4, 3)
+    for row in (0, 1, 2, 1):
+        model.mean.data = table[row].clone()
+        window(guard, lambda: model.mean.fill_(torch.nan), FLAG)
+        assert model.mean.tolist() == table[row].tolist()
+    for row in (0, 1, 2, 1):
+        model.mean = table[row]
+        window(guard, lambda: model.mean.fill_(torch.nan), FLAG)
+        assert table.tolist() == torch.arange(12.0).view(4, 3).tolist()
+
+
+def test_buffers_are_found_once():
+    """A network has hundreds of buffers: the names are not listed at every step."""
+    model = Counters()
+    guard = BufferGuard(model)
+    window(guard, model, CLEAR)
+    guard.named = None
+    for flag in (CLEAR, FLAG):
+        window(guard, lambda: model.mean.add_(1), flag)
+    assert model.mean.tolist() == [2.0] * 3  # one of its own forward, one of the clear step
+
+
+def test_a_replaced_buffer_is_freed():
+    """A forward that replaces a large buffer at every step holds no more than one."""
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(3))
+    guard = BufferGuard(model)
+
+    def forward():
+        model.mask = model.mask + 1
+
+    window(guard, forward, CLEAR)
+    guard.save()
+    old = StorageWeakRef(model.mask.untyped_storage())
+    forward()
+    assert old.expired()
 
 
 def test_a_buffer_that_appears_does_no_harm():

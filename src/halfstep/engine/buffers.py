@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,19 @@ RESTORE_COPIES = 2  # of all buffers, that `restore_if` makes: as they are, and 
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """The values of buffers of one device and dtype, in one tensor: a network has hundreds, and a launch for each would show."""
+class _Group:
+    """Buffers of one device and dtype."""
 
     names: list[str]
     shapes: list[torch.Size]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The values of a group in one tensor: a network has hundreds of buffers, and a launch for each would show."""
+
+    group: _Group
     flat: Tensor
 
     def fits(self, buffers: Sequence[Tensor | None]) -> bool:
@@ -39,13 +48,26 @@ class _Saved:
         dtype, device = self.flat.dtype, self.flat.device
         return all(
             b is not None and b.shape == shape and b.dtype is dtype and b.device == device
-            for b, shape in zip(buffers, self.shapes, strict=True)
+            for b, shape in zip(buffers, self.group.shapes, strict=True)
         )
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """A tensor like `flat` as one view per buffer, in its shape."""
-        views = torch.split(flat, [shape.numel() for shape in self.shapes])
-        return [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
+        views = torch.split(flat, self.group.sizes)
+        return [view.view(shape) for view, shape in zip(views, self.group.shapes, strict=True)]
+
+    def chosen(self, found_inf: Tensor, rows: list[Tensor]) -> Tensor:
+        """In one tensor: the saved values if the flag is not 0, else those of these rows."""
+        return torch.where(copied_to(found_inf, self.flat.device) != 0, self.flat, torch.cat(rows))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The buffers that a step began with, so that a later one with the same need not look for them again."""
+
+    identities: list[Any]
+    groups: list[_Group]
+    rows: list[list[Tensor]]  # of each group, as one-dimensional views
 
 
 SavedBuffers = Sequence[_Saved]
@@ -57,13 +79,26 @@ class BufferGuard:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables, self._registered = _tables(model), count_registrations(model)
+        self._found: _Found | None = None
+        self._replaces = False  # whether a forward has replaced a buffer
         self._saved: list[_Saved] | None = None
 
     @torch.no_grad()
     def save(self) -> None:
         """Copy the buffers; does nothing if this step has already begun."""
-        if self._saved is None:
-            self._saved = _copies(self.named())
+        if self._saved is not None:
+            return
+        identities, found = self._identify(), self._found
+        if found is not None and found.identities == identities:
+            self._saved = [_Saved(g, torch.cat(rows)) for g, rows in zip(found.groups, found.rows, strict=True)]
+            return
+        buffers = self.named()
+        self._saved = _copies(buffers)
+        # A buffer that is replaced in every forward would stay in memory until the next step.
+        keep = not self._replaces and all(b.is_contiguous() for b in buffers.values())
+        groups = [saved.group for saved in self._saved] if keep else []
+        rows = [_rows(buffers[name] for name in group.names) for group in groups]
+        self._found = _Found(identities, groups, rows) if keep else None
 
     @property
     def copies(self) -> list[Tensor]:
@@ -73,16 +108,20 @@ class BufferGuard:
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:
         """Restore the buffers if the flag is not 0, without reading it."""
-        groups, self._saved = self._saved or [], None
+        groups, self._saved, found = self._saved or [], None, self._found
+        if found is not None and groups and found.identities == self._identify():
+            for saved, rows in zip(groups, found.rows, strict=True):
+                torch._foreach_copy_(rows, torch.split(saved.chosen(found_inf, rows), saved.group.sizes))
+            return
+        self._replaces, self._found = self._replaces or (found is not None and bool(groups)), None
         buffers = self.named() if groups else {}
         for saved in groups:
-            now = [buffers.get(name) for name in saved.names]
+            now = [buffers.get(name) for name in saved.group.names]
             if saved.fits(now):
                 present: list[Tensor] = now  # type: ignore[assignment]
-                skip = copied_to(found_inf, saved.flat.device) != 0
-                torch._foreach_copy_(present, saved.parts(torch.where(skip, saved.flat, _flatten(present))))
+                torch._foreach_copy_(present, saved.parts(saved.chosen(found_inf, _rows(present))))
                 continue
-            for name, before, buffer in zip(saved.names, saved.parts(saved.flat), now, strict=True):
+            for name, before, buffer in zip(saved.group.names, saved.parts(saved.flat), now, strict=True):
                 if buffer is not None:
                     _restore_one(name, before, buffer, found_inf)
 
@@ -101,7 +140,7 @@ class BufferGuard:
         """Write saved values into the buffers; the copies stay. One that has another shape or dtype now is replaced."""
         buffers = self.named() if values else {}
         for saved in values:
-            for name, before in zip(saved.names, saved.parts(saved.flat), strict=True):
+            for name, before in zip(saved.group.names, saved.parts(saved.flat), strict=True):
                 buffer = buffers.get(name)
                 if buffer is not None and buffer.shape == before.shape and buffer.dtype is before.dtype:
                     buffer.copy_(before)
@@ -114,6 +153,9 @@ class BufferGuard:
         if self._registered != num_registrations():
             self._tables, self._registered = _tables(self._model), count_registrations(self._model)
         return ((prefix, table) for prefix, table in self._tables if table)
+
+    def _identify(self) -> list[Any]:
+        return [_identity(b) for _, table in self.tables() for b in table.values()]
 
     def named(self) -> dict[str, Tensor]:
         """The buffers that are saved and restored, by their names."""
@@ -136,17 +178,28 @@ def _tables(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     return [(name, module._buffers) for name, module in model.named_modules()]  # noqa: SLF001 - named_buffers() walks over all modules
 
 
+def _identity(buffer: Tensor | None) -> Any:
+    """What changes when a buffer becomes another tensor, or the same one with other memory."""
+    if buffer is None or buffer.layout is not torch.strided:
+        return id(buffer)
+    storage = buffer.untyped_storage()._cdata  # noqa: SLF001 - fake tensors have one too
+    return id(buffer), storage, buffer.storage_offset(), buffer.shape, buffer.stride()
+
+
 def _copies(buffers: Mapping[str, Tensor]) -> list[_Saved]:
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, buffer in buffers.items():
         groups.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
-    return [
-        _Saved(list(group), [b.shape for b in group.values()], _flatten(group.values())) for group in groups.values()
-    ]
+    return [_copy(group) for group in groups.values()]
 
 
-def _flatten(buffers: Iterable[Tensor]) -> Tensor:
-    return torch.cat([b.detach().reshape(-1) for b in buffers])
+def _copy(buffers: Mapping[str, Tensor]) -> _Saved:
+    shapes = [b.shape for b in buffers.values()]
+    return _Saved(_Group(list(buffers), shapes, [s.numel() for s in shapes]), torch.cat(_rows(buffers.values())))
+
+
+def _rows(buffers: Iterable[Tensor]) -> list[Tensor]:
+    return [b.detach().reshape(-1) for b in buffers]
 
 
 def _restore_one(name: str, before: Tensor, buffer: Tensor, found_inf: Tensor) -> None:

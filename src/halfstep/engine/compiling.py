@@ -13,6 +13,7 @@ may need, and many compilations of one stack are logged.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "compile_model",
     "parse_compile",
     "records_graphs",
+    "start_workers",
 ]
 
 BLOCKS = "blocks"
@@ -73,6 +75,17 @@ def parse_compile(text: str) -> bool | str:
 def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: A002
     """Whether this setting records CUDA graphs on this device."""
     return device.type == "cuda" and compile in GRAPH_MODES
+
+
+def start_workers(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
+    """Start the compiler's worker processes, if this setting will compile kernels for a GPU.
+
+    They import torch, which takes seconds, and until they are ready the compiler compiles one kernel after the other in this
+    process. torch starts them when it imports the compiler, which is too late for the first block: on an H200, ViT-L/16 with
+    `compile="blocks"` then takes 9.4 s to the end of its second step, and 8.4 s if they are started first.
+    """
+    if compile and any(p.is_cuda for p in model.parameters()):
+        importlib.import_module("torch._inductor.async_compile")
 
 
 def compile_model(

@@ -40,7 +40,7 @@ from halfstep.engine.checks import (
     fixed_names,
     require_backward,
 )
-from halfstep.engine.compiling import check_compile, compile_model, records_graphs
+from halfstep.engine.compiling import check_compile, compile_model, records_graphs, start_workers
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
@@ -105,6 +105,7 @@ class Engine(SavedEngine):
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
         check_settings(optimizers, schedulers, max_norm, accumulate, ema)
         check_compile(compile)
+        start_workers(root, compile)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy, optimizers)

@@ -14,7 +14,7 @@ def edited(change):
     edits = BufferEdits(BufferGuard(model))
     edits.leave()
     change(model)
-    return edits.changed_modules(), {name for saved in edits.copies() for name in saved.names}
+    return edits.changed_modules(), {name for saved in edits.copies() for name in saved.group.names}
 
 
 def recreated(model):
