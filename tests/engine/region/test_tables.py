@@ -1,4 +1,4 @@
-"""Products and sums of 16-bit activations with a lean model's fp32 buffers."""
+"""Products, sums and concatenations of 16-bit activations with a lean model's fp32 buffers."""
 
 from __future__ import annotations
 
@@ -85,6 +85,38 @@ def test_other_promotions_are_torchs_own(compute):
         assert (x + table).dtype is FP32
     with compute_region("cpu", compute, lean=True):
         assert (x * table).dtype is FP32
+
+
+@every_compute
+def test_a_concatenation_with_a_buffer_has_the_activations_dtype(compute):
+    """Also with a vector, as in timm's biases of queries, keys and values; gradients have the parameters' dtype."""
+    table, zeros = torch.ones(2, 3, 8), torch.zeros(8)
+    x, bias = activation(compute).requires_grad_(), activation(compute)[0, 0].requires_grad_()
+    with recognise_tables([table, zeros]), compute_region("cpu", compute, lean=True):
+        both, biases = torch.cat((x, table), dim=1), torch.cat((bias, zeros, bias))
+    assert torch.equal(both, torch.cat((x, table.to(x.dtype)), dim=1))
+    assert torch.equal(biases, torch.cat((bias, zeros.to(x.dtype), bias)))
+    (both.sum() + biases.sum()).backward()
+    assert x.grad.dtype is bias.grad.dtype is x.dtype
+    assert torch.equal(bias.grad, torch.full_like(bias, 2))
+
+
+@every_compute
+def test_other_concatenations_are_torchs_own(compute):
+    """Without buffers, with those of models without tables, with integers and outside of lean regions."""
+    x, table, vector = activation(compute), torch.ones(2, 3, 8), torch.zeros(8)
+    with recognise_tables([table]):
+        with compute_region("cpu", compute, lean=True):
+            assert torch.cat((x, x)).dtype is x.dtype
+            assert torch.cat((x, table.clone()), dim=1).dtype is FP32
+            assert torch.cat((table, table)).dtype is FP32
+            assert torch.cat([torch.arange(3), torch.arange(2)]).dtype is torch.int64
+            assert torch.equal(torch.cat((x, x[:, :0]), -2), x)
+        for block in (compute_region("cpu", compute), torch.autocast("cpu", COMPUTE_DTYPES[compute])):
+            with block:
+                assert torch.cat((x, table), dim=1).dtype is FP32
+    with recognise_tables([vector]), compute_region("cpu", compute, lean=True):
+        assert torch.cat((x[0, 0], vector)).dtype is FP32
 
 
 class Positions(nn.Module):

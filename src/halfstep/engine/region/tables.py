@@ -1,15 +1,18 @@
-"""fp32 buffers of a lean model: a product or sum with one gives 16 bits.
+"""fp32 buffers of a lean model: a product or sum with one, and a concatenation, gives 16 bits.
 
 Rotary tables, sinusoidal positions and attention masks are fp32 buffers. torch promotes `x * cos` to fp32, and after
 `x + positions` the whole residual stream of a network is fp32. A pure 16-bit model rounds its buffers. Here they stay as
 they are, because angles and frequencies computed from them need fp32; but where a buffer, or a view of one, is multiplied with or
-added to a 16-bit activation, it is rounded like the activation. The buffers are recognised by their storage. (Products
-that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took 9.4 ms of a step on an
-H200, against 5.5 ms in the pure model.)
+added to a 16-bit activation, or concatenated with one, it is rounded like the activation. The buffers are recognised by
+their storage. (Products that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took
+9.4 ms of a step on an H200, against 5.5 ms in the pure model.)
 
 Products and sums are frequent, and a kernel in Python costs a few microseconds, so it is registered only while a model
 with such buffers trains. Vectors do not count: those of models are mostly frequencies from which tables are computed
-(`inv_freq` of every rotary embedding in transformers), and their models should not pay. Compiled code is traced without it: there the fp32 values stay inside a fused kernel.
+(`inv_freq` of every rotary embedding in transformers), and their models should not pay. Concatenations are different: what a
+vector is concatenated with is a vector of parameters (timm's biases of queries and values, with zeros for the keys between
+them), so where the kernels are registered, vectors count there. Compiled code is traced without it: there the fp32 values stay
+inside a fused kernel.
 """
 
 from __future__ import annotations
@@ -35,27 +38,36 @@ KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # those of a plan are fake; no other subclass is looked into
 
 _storages: Counter[int] = Counter()  # identities of the tables' storages, by the number of models that use them
+_vectors: Counter[int] = Counter()  # and of other buffers of these models
 _libraries: dict[str, torch.library.Library] = {}
 
 
 @contextlib.contextmanager
 def recognise_tables(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Inside this block, lean regions give 16 bits for products and sums with these fp32 tensors of at least two dimensions."""
-    tables = [b for b in buffers if b.device.type in KEYS and b.dim() > 1]
+    buffers = [b for b in buffers if b.device.type in KEYS]
+    tables = [b for b in buffers if b.dim() > 1]
     identities = {_identity(table) for table in tables}
+    others = {_identity(b) for b in buffers} - identities if tables else set()
     _storages.update(identities)
+    _vectors.update(others)
     for device_type in {table.device.type for table in tables} - _libraries.keys():
         _libraries[device_type] = _install(KEYS[device_type])
     try:
         yield
     finally:
-        _storages.subtract(identities)
-        for identity in [i for i, count in _storages.items() if count <= 0]:
-            del _storages[identity]
+        _remove(_storages, identities)
+        _remove(_vectors, others)
         if not _storages and not sys.is_finalizing():  # torch.library may be gone at the end of a process
             for library in _libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove them
             _libraries.clear()
+
+
+def _remove(counter: Counter[int], identities: Iterable[int]) -> None:
+    counter.subtract(identities)
+    for identity in [i for i, count in counter.items() if count <= 0]:
+        del counter[identity]
 
 
 def _identity(tensor: Tensor) -> int:
@@ -68,6 +80,7 @@ def _install(key: str) -> torch.library.Library:
         warnings.simplefilter("ignore", UserWarning)
         for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor):
             library.impl(operation, _kernel(operation, key), key)  # type: ignore[no-untyped-call]
+        library.impl(torch.ops.aten.cat.default, _concatenation(key), key)  # type: ignore[no-untyped-call]
     return library
 
 
@@ -89,6 +102,31 @@ def _kernel(operation: Any, key: str) -> Callable[..., Any]:
             return call(a, b, **kwargs)
 
     return kernel
+
+
+def _concatenation(key: str) -> Callable[..., Any]:
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
+    exclude = torch._C._ExcludeDispatchKeyGuard  # noqa: SLF001 - how an autocast kernel redispatches
+
+    def kernel(tensors: Any, dim: int = 0) -> Any:
+        narrow = {t.dtype for t in tensors if t.dtype is not torch.float32}
+        if len(narrow) == 1 and current_rule() is Rule.LEAN:
+            dtype = narrow.pop()
+            if dtype in DTYPES_16_BIT and any(_is_buffer(t) for t in tensors):
+                record_16_bits("cat with an fp32 buffer")
+                tensors = [_rounded(t, dtype) if _is_buffer(t) else t for t in tensors]
+        with exclude(autocast):
+            return torch.cat(tensors, dim)  # of several dtypes, the widest, as autocast has it
+
+    return kernel
+
+
+def _is_buffer(tensor: Tensor) -> bool:
+    """Whether this is an fp32 buffer of a lean model that has tables."""
+    if tensor.dtype is not torch.float32 or tensor.requires_grad or type(tensor) not in _PLAIN:
+        return False
+    identity = _identity(tensor)
+    return identity in _storages or identity in _vectors
 
 
 def _rounded(table: Tensor, dtype: torch.dtype) -> Tensor:
