@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.engine import compiling
-from halfstep.engine.compiling import MODES, check_compile, compile_model, parse_compile, records_graphs
+from halfstep.engine.compiling import MODES, check_compile, compile_model, parse_compile, records_graphs, start_workers
 from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
 
@@ -80,6 +81,19 @@ def test_graphs_are_recorded_on_a_gpu_in_two_modes(mode):
     """reduce-overhead and max-autotune, and nowhere on a CPU."""
     assert records_graphs(mode, torch.device("cuda")) == (mode in {"reduce-overhead", "max-autotune"})
     assert not records_graphs(mode, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_cuda", "num_calls"), [(True, True, 1), ("blocks", True, 1), (False, True, 0), ("blocks", False, 0)]
+)
+def test_the_compilers_workers_start_for_a_gpu(monkeypatch, setting, is_cuda, num_calls):
+    """Only where kernels will be compiled: with the setting on, and parameters on a GPU."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    calls = []
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: calls.append(1))
+    start_workers(SimpleNamespace(parameters=lambda: [SimpleNamespace(is_cuda=is_cuda)]), setting)
+    assert len(calls) == num_calls
 
 
 @pytest.mark.parametrize(("setting", "given"), [(True, None), ("max-autotune", "max-autotune")])

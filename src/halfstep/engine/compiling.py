@@ -81,11 +81,12 @@ def start_workers(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
     """Start the compiler's worker processes, if this setting will compile kernels for a GPU.
 
     They import torch, which takes seconds, and until they are ready the compiler compiles one kernel after the other in this
-    process. torch starts them when it imports the compiler, which is too late for the first block: on an H200, ViT-L/16 with
-    `compile="blocks"` then takes 9.4 s to the end of its second step, and 8.4 s if they are started first.
+    process. torch starts them when it compiles its first graph, which is too late for the kernels of the first block: on an H200,
+    ViT-L/16 with `compile="blocks"` then takes 9.4 s to the end of its second step, and 8.4 s if they are started first.
     """
     if compile and any(p.is_cuda for p in model.parameters()):
-        importlib.import_module("torch._inductor.async_compile")
+        workers = importlib.import_module("torch._inductor.async_compile").AsyncCompile
+        workers.wakeup()
 
 
 def compile_model(
