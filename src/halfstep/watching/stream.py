@@ -34,6 +34,7 @@ class Stream:
         self._finish, self._send = finish, send
         self.outcomes, self._lost, self._drift = OutcomeRule(), LostUpdateRule(), DriftRule()
         self._num_steps = 0  # since the Watch was attached: a resumed run is sampled early, too
+        self._is_due = is_due(1, every)  # whether the next step is sampled
         self._waiting: deque[Sample] = deque()
         self._skipped: dict[int, bool] = {}
         self._sampled: set[int] = set()
@@ -49,7 +50,7 @@ class Stream:
 
     def arm(self) -> None:
         """Prepare for the next forward, if its step is sampled."""
-        if is_due(self._num_steps + 1, self._every):
+        if self._is_due:
             if self._activations is not None:
                 self._activations.arm()
             if self.released:
@@ -64,7 +65,8 @@ class Stream:
     ) -> None:
         """Before an update: begin a sample where one is due; in other steps nobody asks for the gradients."""
         self._num_steps += 1
-        if is_due(self._num_steps, self._every):
+        sampled, self._is_due = self._is_due, is_due(self._num_steps + 1, self._every)
+        if sampled:
             self._sampled.add(step)
             self.sampler.before(step, gradients(), divisor, self._idle(optimizers))
 
@@ -77,7 +79,8 @@ class Stream:
                 self._report_missing()
             self.sampler.after(table, found_inf)
         self.clock.mark()
-        self.arm()
+        if self._is_due:
+            self.arm()
 
     def outcome(
         self,
@@ -93,6 +96,11 @@ class Stream:
             self._skipped[step] = skipped
         for event in self.outcomes.observe(step, skipped=skipped, scale=scale, nonfinite=nonfinite, ranks=ranks):
             self._send(event)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `collect` has anything to do."""
+        return bool(self._waiting) or self.sampler.is_pending
 
     def collect(self, *, wait: bool) -> None:
         """Judge the samples that have arrived and whose outcome is known."""
