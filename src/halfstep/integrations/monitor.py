@@ -113,7 +113,9 @@ class Monitor:
     def add_loss(self, loss: Any) -> None:
         """A micro-batch's share of the loss of the step, on the device."""
         if isinstance(loss, Tensor):
-            part = loss.detach().sum(dtype=torch.float32)  # a copy: the loop may modify its tensor
+            part = loss.detach()
+            # A copy in any case: the loop may modify its tensor.
+            part = part.clone() if part.dtype is torch.float32 and not part.dim() else part.sum(dtype=torch.float32)
             self._loss = part if self._loss is None else self._loss + part
 
     def add_other_loss(self, loss: Any) -> None:
@@ -133,7 +135,7 @@ class Monitor:
             self.truth = inspect(*self._inspected).result
             log_info(f"What this run stores:\n{self.truth}")
         loss, self._loss = self._loss, None
-        if loss is not None and loss.device.type == "cpu":
+        if loss is not None and loss.is_cpu:
             self.watch.observe_loss(self._step, loss.item())
         elif loss is not None:
             self._readback.push(loss.reshape(1), self._step)

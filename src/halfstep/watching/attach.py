@@ -170,7 +170,7 @@ class LoopHooks:
 
     def _end(self, found_inf: Tensor | None, scale: Tensor | None) -> None:
         self._stream.after(found_inf)
-        if found_inf is not None and found_inf.device.type == "cpu":  # known already
+        if found_inf is not None and found_inf.is_cpu:  # known already
             self._arrived(self._step, found_inf.item(), 1.0 if scale is None else scale.item())
         elif found_inf is not None:
             flag = found_inf.detach().reshape(1)

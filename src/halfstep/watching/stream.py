@@ -40,6 +40,7 @@ class Stream:
         self._sampled: set[int] = set()
         self._reported_missing = False
         self.clock = StepClock(self.device)
+        self.is_pending = False  # whether `collect` has anything to do
         self.has_outcomes = False  # whether `outcome` is called for every step
         self.released = False  # whether weights are updated inside backward
 
@@ -78,6 +79,7 @@ class Stream:
                 table = self._activations.take()
                 self._report_missing()
             self.sampler.after(table, found_inf)
+            self.is_pending = True
         self.clock.mark()
         if self._is_due:
             self.arm()
@@ -97,11 +99,6 @@ class Stream:
         for event in self.outcomes.observe(step, skipped=skipped, scale=scale, nonfinite=nonfinite, ranks=ranks):
             self._send(event)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether `collect` has anything to do."""
-        return bool(self._waiting) or self.sampler.is_pending
-
     def collect(self, *, wait: bool) -> None:
         """Judge the samples that have arrived and whose outcome is known."""
         self._waiting.extend(self.sampler.deliver(wait=wait))
@@ -114,6 +111,7 @@ class Stream:
             for rule in (self._lost, self._drift):
                 for event in rule.observe(sample):
                     self._send(event)
+        self.is_pending = bool(self._waiting) or self.sampler.is_pending
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
