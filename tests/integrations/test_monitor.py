@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import OverflowStop
 from halfstep.integrations import versions
@@ -75,6 +76,52 @@ def test_close_leaves_nothing_behind():
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     assert "step" not in vars(optimizer)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of a block."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_layers", [2, 40])
+def test_a_step_that_is_not_sampled_adds_few_operations_for_any_number_of_parameters(num_layers):
+    """Besides the scaler's own step: a copy of the loss, and the reads of three values; on a GPU each would be a launch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, x = torch.amp.GradScaler("cpu"), torch.ones(2, 4)
+
+    def num_operations(monitor):
+        with Operations() as operations:
+            if monitor is not None:
+                monitor.record(lambda: model(x).square().mean())
+            step(model, optimizer, x, scaler, monitor)
+        return operations.num
+
+    step(model, optimizer, x, scaler)
+    plain = num_operations(None)
+    monitor = Monitor(model, [optimizer], scaler)
+    sampled = [num_operations(monitor) for _ in range(2)][1]
+    assert num_operations(monitor) - plain <= 6
+    assert sampled - plain > 6
+    monitor.close()
+
+
+def test_a_loss_that_the_loop_changes_in_place_was_added_as_it_was():
+    """A scalar and a vector, in fp32 and fp16: the sum is that at the time of the call."""
+    model, optimizer = model_and_optimizer()
+    for loss in (torch.tensor(2.0), torch.tensor([2.0]), torch.ones(2), torch.ones(2, dtype=torch.float16)):
+        monitor = Monitor(model, [optimizer])
+        monitor.add_loss(loss)
+        loss.fill_(9.0)
+        assert monitor._loss.item() == 2.0
+        assert monitor._loss.dtype is torch.float32
+        monitor.close()
 
 
 def test_the_optimizer_inside_wrappers_is_found():

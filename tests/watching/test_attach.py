@@ -122,6 +122,31 @@ def test_a_watched_loop_is_bit_identical(make, scaled):
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(runs[1][1][key][n])) for n, v in entries.items())
 
 
+class Unread(dict):
+    """Parameters by name that nobody may look at."""
+
+    def _fail(self, *_):
+        raise AssertionError("a step that is not sampled looks at parameters")
+
+    __iter__ = __getitem__ = keys = values = items = get = _fail
+
+
+@pytest.mark.parametrize("way", ["scaler", "none", "guard"])
+def test_a_step_that_is_not_sampled_looks_at_no_parameter(way):
+    """Step 3 leaves the table of parameters alone; step 4 is sampled and does not."""
+    model, optimizer = build(OPTIMIZERS["foreach"])
+    scaler = torch.amp.GradScaler("cpu") if way == "scaler" else None
+    if way == "guard":
+        halfstep.Guard(optimizer)
+    watch = halfstep.Watch(model).attach(optimizer, scaler)
+    loop(model, optimizer, scaler, steps=2)
+    (stream,), (hooks,) = watch._streams, watch._loops
+    stream.sampler.params = hooks._params = Unread(stream.sampler.params)
+    loop(model, optimizer, scaler, steps=1)
+    with pytest.raises(AssertionError, match="not sampled"):
+        loop(model, optimizer, scaler, steps=1)
+
+
 def test_several_optimizers_have_their_own_samples():
     """A scaler steps two optimizers; each one's parameters are sampled at its own steps."""
     model, _ = build(OPTIMIZERS["fused"])

@@ -133,6 +133,36 @@ def test_a_share_is_never_above_one():
     assert "100 %" in str(cost)
 
 
+def test_a_long_run_on_a_gpu_records_few_events_and_counts_every_step(monkeypatch):
+    """Of 464 steps the first 64 are timed, then every eighth; the time of a step is the same."""
+    now, events = 0, []
+
+    class Passed:
+        """An event of a device that takes 3 ms for a step, and is never late."""
+
+        def __init__(self, **_):
+            events.append(self)
+
+        def record(self):
+            self.milliseconds = 3.0 * now
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, later):
+            return later.milliseconds - self.milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Passed)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    clock = StepClock(torch.device("cuda"))
+    for now in range(464):  # noqa: B007 - the events read it
+        clock.mark()
+    assert len(events) == 64 + 400 // 8
+    seconds, steps = clock.elapsed()
+    assert seconds / steps == pytest.approx(3e-3)
+    assert steps == 463
+
+
 @pytest.mark.gpu
 def test_steps_are_timed_on_the_gpu_without_waiting():
     """Steps that sleep on the device for a known number of cycles have a time of at least that, and none waits."""

@@ -180,8 +180,9 @@ class HalfstepCallback(Callback):  # type: ignore[misc]
         if self._monitor is None:
             return
         self._monitor.add_loss(outputs.get("loss") if isinstance(outputs, dict) else outputs)
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
+        step = trainer.global_step
+        if step != self._step:
+            self._step = step
             self._monitor.end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -110,11 +110,12 @@ class Monitor:
     def _is_training(self, model: nn.Module) -> bool:
         return not self.is_replaying and model.training and torch.is_grad_enabled()
 
-    @torch.no_grad()
     def add_loss(self, loss: Any) -> None:
         """A micro-batch's share of the loss of the step, on the device."""
         if isinstance(loss, Tensor):
-            part = loss.detach().float().reshape(-1).sum()
+            part = loss.detach()
+            # A copy in any case: the loop may modify its tensor.
+            part = part.clone() if part.dtype is torch.float32 and not part.dim() else part.sum(dtype=torch.float32)
             self._loss = part if self._loss is None else self._loss + part
 
     def add_other_loss(self, loss: Any) -> None:
@@ -133,10 +134,12 @@ class Monitor:
         if self.truth is None:
             self.truth = inspect(*self._inspected).result
             log_info(f"What this run stores:\n{self.truth}")
-        if self._loss is not None:
-            self._readback.push(self._loss.reshape(1), self._step)
-            self._loss = None
-        self._observe_losses(wait=False)
+        loss, self._loss = self._loss, None
+        if loss is not None and loss.is_cpu:
+            self.watch.observe_loss(self._step, loss.item())
+        elif loss is not None:
+            self._readback.push(loss.reshape(1), self._step)
+            self._observe_losses(wait=False)
 
     def close(self) -> None:
         """Deliver what is pending, and remove every hook and Guard."""

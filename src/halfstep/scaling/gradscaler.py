@@ -30,10 +30,10 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
-from halfstep.kernels.table import copied_to
 from halfstep.precision.loss_scale import FP32_MAX, LossScale
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import ScalerCounts, named_parameters_of, stop_if_stuck
+from halfstep.scaling.skip_counts import count_step, flag_of_all
 from halfstep.scaling.state import read_state
 
 __all__ = ["GradScaler"]
@@ -94,8 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         skipped = None
         if new_scale is None and flags and self._scale is not None:
             # Before super().update, which adds the flags up in place.
-            on_device = [copied_to(f, self._scale.device).reshape(()) for f in flags]
-            skipped = (torch.stack(on_device).amax() != 0).to(torch.int64)
+            skipped = flag_of_all(flags, self._scale.device).reshape(()).ne(0)
         super().update(new_scale)
         if self._scale is not None:
             self._scale.clamp_(min=self._rule.min_scale)
@@ -188,8 +187,7 @@ class GradScaler(torch.amp.GradScaler):
             self._counts = torch.zeros(3, dtype=torch.int64, device=skipped.device)
             for i, value in enumerate(self._init_counts):
                 self._counts[i].fill_(value)
-        updates, skips, consecutive = self._counts.unbind()
-        self._counts.copy_(torch.stack((updates + 1, skips + skipped, (consecutive + 1) * skipped)))
+        count_step(self._counts, skipped)
 
     def _stop_if_stuck(self) -> None:
         assert self._counts is not None
@@ -198,14 +196,15 @@ class GradScaler(torch.amp.GradScaler):
         # Ranks that share parameters must stop together: on a GPU they read the count of the update before, arrived or not.
         together = self._counts.device.type != "cpu" and self._is_sharded()
         arrived = self._readback.deliver(wait=True) if together else []
-        self._readback.push(self._counts[2].reshape(1))
+        self._readback.push(self._counts[2:])
         for _, (consecutive,) in arrived if together else self._readback.deliver(wait=False):
             stop_if_stuck(int(consecutive), self._rule, self.get_scale, self._named())
 
     def _is_sharded(self) -> bool:
         """Whether a parameter of this step's optimizers is a DTensor."""
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        return any(hasattr(param, "_local_tensor") for group in groups for param in group["params"])
+        kinds = {type(param) for group in groups for param in group["params"]}  # a few: it is asked in every step
+        return any(hasattr(kind, "_local_tensor") for kind in kinds)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of this step's optimizers, each under the best available name."""
@@ -222,7 +221,7 @@ def _make_flags_usable(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     found_inf = getattr(optimizer, "found_inf", None)
     if isinstance(found_inf, Tensor):
         found_inf.clamp_(max=1)
-    if any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
+    if any(p.is_cpu for group in optimizer.param_groups for p in group["params"]):
         for name in ("found_inf", "grad_scale"):
             value = getattr(optimizer, name, None)
             if isinstance(value, Tensor):

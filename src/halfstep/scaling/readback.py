@@ -59,14 +59,18 @@ class Readback:
 
     def deliver(self, *, wait: bool) -> list[tuple[Any, list[float]]]:
         """The payloads and values that have arrived, oldest first; all of them if `wait`."""
-        return [(payload, values.tolist()) for payload, values in self.deliver_tensors(wait=wait)]
+        return [(pending.payload, pending.values.tolist()) for pending in self._arrived(wait=wait)]
 
     def deliver_tensors(self, *, wait: bool) -> list[tuple[Any, Tensor]]:
         """As `deliver`, with the values as a tensor on the host that the caller may keep: for large ones.
 
         While a CUDA graph is captured nothing is delivered: asking an event would end the capture with an error.
         """
-        arrived: list[tuple[Any, Tensor]] = []
+        return [(p.payload, p.values if p.event is None else p.values.clone()) for p in self._arrived(wait=wait)]
+
+    def _arrived(self, *, wait: bool) -> list[_Pending]:
+        """What has arrived; its buffers are free for the next push."""
+        arrived: list[_Pending] = []
         if self._pending and self._pending[0].event is not None and torch.cuda.is_current_stream_capturing():
             return arrived
         while self._pending:
@@ -77,7 +81,7 @@ class Readback:
                 elif not first.event.query():  # type: ignore[no-untyped-call]
                     break
             self._pending.popleft()
-            arrived.append((first.payload, first.values if first.event is None else first.values.clone()))
+            arrived.append(first)
             if first.event is not None:
                 self._free.append(first.values)
         return arrived

@@ -11,6 +11,7 @@ follows from it, such as a hard stop, happens on all of them.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Mapping, MutableMapping
@@ -23,14 +24,16 @@ from torch.amp.grad_scaler import OptState
 from halfstep.engine.steps import gradients_of, is_stepped_by_engine
 from halfstep.errors import SettingError
 from halfstep.events import log_once
-from halfstep.kernels.table import copied_to
 from halfstep.optim.trainable import check_trainable
 from halfstep.scaling.readback import Readback
+from halfstep.scaling.skip_counts import flag_of_all
 from halfstep.watching.guard import Guard, guard_of
 from halfstep.watching.loop_replay import LoopReplays
 from halfstep.watching.sampler import num_nonfinite
 
 __all__ = ["LoopHooks", "named_params_of"]
+
+_NOTHING = contextlib.nullcontext()
 
 
 def named_params_of(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
@@ -70,6 +73,7 @@ class LoopHooks:
         # Weak: the hooks are stored in the optimizer and the scaler.
         self._optimizer = weakref.ref(optimizer)
         self._params: Mapping[str, Tensor] = stream.sampler.params
+        self._is_sharded = stream.sampler.shards is not None
         self._readback = Readback()
         self._handles: list[Any] = []
         self._guard: Guard | None = None
@@ -119,14 +123,11 @@ class LoopHooks:
         scale = scaler._get_scale_async()  # noqa: SLF001 - get_scale() would wait for the device
         state = scaler._per_optimizer_states[id(optimizer)]  # noqa: SLF001 - the stage and flags have no public name
         divisor = None if state["stage"] is OptState.UNSCALED else scale
-        scale = None if scale is None else scale.detach().clone().reshape(())
         self._begin(divisor)
         returned = type(scaler).step(scaler, optimizer, *args, **kwargs)
         flags = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())  # noqa: SLF001
-        if flags and scale is not None:
-            on_device = [copied_to(flag, scale.device).reshape(()) for flag in flags]
-            found_inf = (torch.stack(on_device).amax() != 0).to(torch.float32)
-            self._end(found_inf, scale)
+        if flags and scale is not None:  # which changes in update(), after this
+            self._end(flag_of_all(flags, scale.device), scale)
         else:
             self._end(None, None)
         return returned
@@ -158,10 +159,6 @@ class LoopHooks:
 
     # --- all --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._stream.sampler.shards is not None
-
     def _begin(self, divisor: Tensor | None) -> None:
         self._deliver(wait=self._is_sharded)
         self._step += 1
@@ -171,26 +168,35 @@ class LoopHooks:
         optimizers = [] if optimizer is None else [optimizer]
         self._stream.before(self._step, lambda: gradients_of(self._params), divisor, optimizers)
 
-    @torch.no_grad()
     def _end(self, found_inf: Tensor | None, scale: Tensor | None) -> None:
         self._stream.after(found_inf)
-        if found_inf is not None:
-            factor = torch.ones_like(found_inf.reshape(())) if scale is None else scale.to(found_inf.device)
-            self._readback.push(torch.stack((found_inf.reshape(()), factor)), self._step)
+        if found_inf is not None and found_inf.is_cpu:  # known already
+            self._arrived(self._step, found_inf.item(), 1.0 if scale is None else scale.item())
+        elif found_inf is not None:
+            flag = found_inf.detach().reshape(1)
+            # One kernel at most: each is launched in every step.
+            values = flag if scale is None else torch.cat((flag, scale.detach().reshape(1)))
+            self._readback.push(values, self._step)
         if not self._is_sharded or self._stream.device.type == "cpu":
             self._deliver(wait=False)
 
     def _deliver(self, *, wait: bool) -> None:
-        for step, (flag, scale) in self._readback.deliver(wait=wait):
-            nonfinite: dict[str, int] = {}
-            if flag and self._stream.device.type == "cpu":
-                nonfinite, shards = num_nonfinite(gradients_of(self._params)), self._stream.sampler.shards
-                nonfinite = nonfinite if shards is None else shards.add_up(nonfinite)
-            self._stream.outcome(step, skipped=flag != 0, scale=scale, nonfinite=nonfinite)
-            if self._replays is not None:
-                with self._stream.paused():
-                    self._replays.delivered(step, skipped=flag != 0, scale=scale)
-        self._stream.collect(wait=wait)
+        if len(self._readback):
+            for step, (flag, *scale) in self._readback.deliver(wait=wait):
+                self._arrived(step, flag, *scale)
+        if self._stream.is_pending:
+            self._stream.collect(wait=wait)
+
+    def _arrived(self, step: int, flag: float, scale: float = 1.0) -> None:
+        skipped = flag != 0
+        nonfinite: dict[str, int] = {}
+        if skipped and self._stream.device.type == "cpu":
+            nonfinite, shards = num_nonfinite(gradients_of(self._params)), self._stream.sampler.shards
+            nonfinite = nonfinite if shards is None else shards.add_up(nonfinite)
+        self._stream.outcome(step, skipped=skipped, scale=scale, nonfinite=nonfinite)
+        if self._replays is not None:
+            with self._stream.paused() if skipped else _NOTHING:
+                self._replays.delivered(step, skipped=skipped, scale=scale)
 
 
 class _WatchedStep:
@@ -203,8 +209,9 @@ class _WatchedStep:
     def __call__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         scaler = self._scaler()
         assert scaler is not None
-        if optimizer in self.hooks:
-            return self.hooks[optimizer].around_step(scaler, optimizer, args, kwargs)
+        hooks = self.hooks.get(optimizer)
+        if hooks is not None:
+            return hooks.around_step(scaler, optimizer, args, kwargs)
         return type(scaler).step(scaler, optimizer, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

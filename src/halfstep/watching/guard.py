@@ -38,6 +38,7 @@ from halfstep.kernels.gradstats import flag_and_norm
 from halfstep.optim.trainable import unsupported_kind
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import named_parameters_of, nonfinite_gradients
+from halfstep.scaling.skip_counts import count_step
 
 __all__ = ["Guard", "GuardCounts", "guard_of"]
 
@@ -162,14 +163,10 @@ class Guard:
 
     # --- counts and the hard stop -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _count(self, optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
-        skipped = flag.reshape(()).to(torch.int64)
         if self._counts is None:
             self._counts = torch.zeros(3, dtype=torch.int64, device=flag.device)
-        steps, skips, consecutive = self._counts.unbind()
-        # In place, so that a captured CUDA graph counts at every replay.
-        self._counts.copy_(torch.stack((steps + 1, skips + skipped, (consecutive + 1) * skipped)))
+        count_step(self._counts, flag.detach().reshape(()).ne(0))
         # Ranks that agree must also stop together, so on a GPU they read the counts of the step before, arrived or not.
         together = self._group is not None and flag.device.type != "cpu"
         arrived = self._readback.deliver(wait=True) if together else []

@@ -91,7 +91,7 @@ class LoopReplays:
 
     def delivered(self, step: int, *, skipped: bool, scale: float) -> None:
         """The outcome of a step has arrived."""
-        if not self.replays.is_used:
+        if not self.replays.is_used or (not skipped and not self._autopsies.is_expecting):
             self.replays.take(step)
             return
         result = StepResult(step, boundary=True, lr=0.0)

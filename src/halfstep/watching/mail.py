@@ -49,6 +49,11 @@ class AutopsyMail:
         if self._store is not None and self._rank == 0:
             self._expected |= {(step, rank) for rank in ranks if rank != 0}
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether an autopsy is on its way."""
+        return bool(self._expected)
+
     def collect(self, *, wait: bool = False) -> list[Autopsy]:
         """The autopsies that have arrived; with `wait`, some seconds for all that are expected."""
         end = time.monotonic() + (_SECONDS_TO_CLOSE if wait else 0.0)

@@ -193,6 +193,11 @@ class Sampler:
         self._open = None
         self.disarm()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a sample is on its way to the host."""
+        return len(self._readback) > 0
+
     def deliver(self, *, wait: bool) -> list[Sample]:
         """The samples that have arrived."""
         return [self._unpack(sample, values.numpy()) for sample, values in self._readback.deliver_tensors(wait=wait)]

@@ -48,6 +48,11 @@ class Autopsies:
         self.num_skips = 0
         self.autopsies: list[Autopsy] = []  # the latest ones
 
+    @property
+    def is_expecting(self) -> bool:
+        """Whether other ranks are examining a step."""
+        return self._mail.is_expecting
+
     def attach(self, engine: Any) -> None:
         """Called by the Engine."""
         self._engine = engine

@@ -34,11 +34,13 @@ class Stream:
         self._finish, self._send = finish, send
         self.outcomes, self._lost, self._drift = OutcomeRule(), LostUpdateRule(), DriftRule()
         self._num_steps = 0  # since the Watch was attached: a resumed run is sampled early, too
+        self._is_due = is_due(1, every)  # whether the next step is sampled
         self._waiting: deque[Sample] = deque()
         self._skipped: dict[int, bool] = {}
         self._sampled: set[int] = set()
         self._reported_missing = False
         self.clock = StepClock(self.device)
+        self.is_pending = False  # whether `collect` has anything to do
         self.has_outcomes = False  # whether `outcome` is called for every step
         self.released = False  # whether weights are updated inside backward
 
@@ -49,7 +51,7 @@ class Stream:
 
     def arm(self) -> None:
         """Prepare for the next forward, if its step is sampled."""
-        if is_due(self._num_steps + 1, self._every):
+        if self._is_due:
             if self._activations is not None:
                 self._activations.arm()
             if self.released:
@@ -64,7 +66,8 @@ class Stream:
     ) -> None:
         """Before an update: begin a sample where one is due; in other steps nobody asks for the gradients."""
         self._num_steps += 1
-        if is_due(self._num_steps, self._every):
+        sampled, self._is_due = self._is_due, is_due(self._num_steps + 1, self._every)
+        if sampled:
             self._sampled.add(step)
             self.sampler.before(step, gradients(), divisor, self._idle(optimizers))
 
@@ -76,8 +79,10 @@ class Stream:
                 table = self._activations.take()
                 self._report_missing()
             self.sampler.after(table, found_inf)
+            self.is_pending = True
         self.clock.mark()
-        self.arm()
+        if self._is_due:
+            self.arm()
 
     def outcome(
         self,
@@ -106,6 +111,7 @@ class Stream:
             for rule in (self._lost, self._drift):
                 for event in rule.observe(sample):
                     self._send(event)
+        self.is_pending = bool(self._waiting) or self.sampler.is_pending
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from halfstep.backends.base import Backend
 from halfstep.engine.buffers import BufferGuard, SavedBuffers
 from halfstep.engine.replay.dtype_errors import dtype_errors_named
 from halfstep.engine.replay.edits import BufferEdits
+from halfstep.engine.replay.host_states import NumpyState, PythonState
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.events import log_once
@@ -33,6 +34,7 @@ from halfstep.scaling.scaler import Scaler
 __all__ = ["Generators", "MicroBatch", "Replays"]
 
 _MOST_STEPS = 4  # whose outcome has not arrived; more are on their way only if nobody asks for them
+_PYTHON, _NUMPY = PythonState(), NumpyState()  # of the global generators: augmentations and jobs draw from them
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Generators:
     def now(cls, device: torch.device) -> Generators:
         """The state as it is; does not wait for the device."""
         of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        # The global generator of NumPy: augmentations and jobs draw from it.
-        return cls(device, random.getstate(), np.random.get_state(), torch.get_rng_state(), of_device)  # noqa: NPY002
+        return cls(device, _PYTHON.now(), _NUMPY.now(), torch.get_rng_state(), of_device)
 
     def restore(self) -> None:
         """Put every generator back into this state."""
