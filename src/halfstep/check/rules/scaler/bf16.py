@@ -166,7 +166,10 @@ class ScalerWithBf16(ScriptRule):
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
             # Replaced by None, or switched by a flag of its own; on another device it is another object.
-            is_only = len(values) == 1 or (len(others) < len(values) and all(_is_for_device(script, v) for v in others))
+            is_only = len(values) == 1 or (
+                len(others) < len(values)
+                and all(_is_for_device(script, v) or _is_first_none(script, v) for v in others)
+            )
             if is_only and (together or amp):
                 yield scaler, either[0]
 
@@ -188,7 +191,8 @@ class ScalerWithBf16(ScriptRule):
                 {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
             )
             # A flag that names a number format may be set for float16 only.
-            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
+            others = [f for f in flags if not _is_bf16(f)]
+            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
                 yield scaler
 
     @staticmethod
@@ -214,6 +218,11 @@ def _enabled_when(scaler: Scaler) -> str:
     if scaler.enabled == "yes":
         return "the scaler is always enabled, and autocast, where it is not float32,"
     return f"the scaler is enabled when `{scaler.enabled}`, and autocast then"
+
+
+def _is_first_none(script: Script, value: ast.expr) -> bool:
+    """Whether a value is the None that a variable has before mixed precision is set up."""
+    return isinstance(value, ast.Constant) and value.value is None and not conditions_of(script.outline, value)
 
 
 def _is_for_device(script: Script, value: ast.expr) -> bool:
