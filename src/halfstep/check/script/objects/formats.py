@@ -91,7 +91,7 @@ def _elements(
     options = [(v, target) for v in returned_by(target)] if target is not None else [(value, function)]
     for option, scope in options:
         is_tuple = isinstance(option, (ast.Tuple, ast.List)) and index is not None and index < len(option.elts)
-        yield (option.elts[index], scope) if is_tuple else (ast.Constant(...), scope)  # type: ignore[attr-defined,index]
+        yield (option.elts[index], scope) if is_tuple else (ast.Constant(...), scope)  # type: ignore[attr-defined]
 
 
 def _num_calls(outline: Outline, function: Function) -> int:

@@ -74,7 +74,7 @@ class Constants:
             return self._entry(call.func.value, call.args[0], function)
         if key_of(call.func) == "getattr" and len(call.args) == 2 and self.outline.names.full(call.args[0]) == "torch":
             name = self.literal(call.args[1], function, 3)
-            if isinstance(name, ast.Constant) and f"torch.{name.value}" in _DTYPES:
+            if isinstance(name, ast.Constant) and f"torch.{name.value!s}" in _DTYPES:
                 return ast.copy_location(
                     ast.Attribute(ast.Name("torch", ast.Load()), str(name.value), ast.Load()), call
                 ), function
@@ -109,6 +109,10 @@ class Constants:
             if name in scope.params:
                 return self._parameter(name, scope)
             here = [b for b in every if b.function is scope and b not in written]
+            if isinstance(scope.node, ast.Module) and {f for f, n in self._globals if n == name} - {
+                b.function for b in written
+            }:
+                return None  # written in a function that the outline does not contain
             if isinstance(scope.node, ast.Module) and written:  # `DTYPE = None` until `setup` runs
                 here = [*(b for b in here if not _is_none(b.value)), *written]
             if here:
@@ -123,16 +127,18 @@ class Constants:
 
     def _bound(self, binding: Binding) -> Scoped | None:
         """The value of an assignment; of one with several targets, the element of the tuple for this one."""
-        value, scope = binding.value, binding.function
-        for _ in range(MAX_DEPTH if value is not None and binding.index is not None else 0):
+        value, scope, index = binding.value, binding.function, binding.index
+        if value is None or index is None:
+            return (value, scope) if value is not None else None
+        for _ in range(MAX_DEPTH):
             if isinstance(value, (ast.Tuple, ast.List)):
-                is_plain = binding.index is not None and not any(isinstance(e, ast.Starred) for e in value.elts)
-                return (value.elts[binding.index], scope) if is_plain and binding.index < len(value.elts) else None  # type: ignore[operator]
-            source = self.source(value, scope) if value is not None else None
+                is_plain = index < len(value.elts) and not any(isinstance(e, ast.Starred) for e in value.elts)
+                return (value.elts[index], scope) if is_plain else None
+            source = self.source(value, scope)
             if source is None:
                 return None
             value, scope = source
-        return (value, scope) if value is not None and binding.index is None else None
+        return None
 
     def _attribute(self, node: ast.Attribute, function: Function) -> Scoped | None:
         """`self.fp16`, set once in its class, or `Config.fp16` and `cfg.fp16` with `cfg = Config()`, from the body of the class."""

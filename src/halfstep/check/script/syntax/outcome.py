@@ -11,6 +11,7 @@ Only tests of a parameter against literals are decided. Any other test that lead
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from halfstep.check.script.syntax.scope import Function, default_of
 
@@ -18,7 +19,7 @@ __all__ = ["outcome"]
 
 Known = dict[str, object]
 _OPEN = object()  # the text does not decide it
-_CASES = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
+_CASES: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
 
 
 def outcome(call: ast.Call, function: Function) -> ast.expr | None:
@@ -128,5 +129,5 @@ def _compared(op: ast.cmpop, left: object, right: object) -> object:
         return (left is right) is isinstance(op, ast.Is)
     if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, (tuple, str)):
         is_text = isinstance(right, str) and not isinstance(left, str)
-        return _OPEN if is_text else (left in right) is isinstance(op, ast.In)  # type: ignore[operator]
+        return _OPEN if is_text else (left in right) is isinstance(op, ast.In)
     return _OPEN
