@@ -66,6 +66,17 @@ class Learner:
         with autocast({argument}):
             return self.net(x).mean()
 """
+EVALUATED = """\
+import torch
+from transformers import AutoModelForCausalLM
+class Judge:
+    def __init__(self, name):
+        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda()
+        self.ce = torch.nn.CrossEntropyLoss()
+    def score(self, ids, labels):
+        out = self.model(ids).logits
+        return self.ce(out{cast}.view(-1, 10), labels.view(-1))
+"""
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,8 @@ class Learner:
         (MASKED.format(fill="-1e9", cast=".half()"), "HS163", 1),
         (MASKED.format(fill="-1e4", cast=".half()"), "HS163", 0),
         (MASKED.format(fill="-1e9", cast="").replace("import torch", "import torch  # float16"), "HS163", 0),
+        (EVALUATED.format(cast=""), "HS154", 1),
+        (EVALUATED.format(cast=".float()"), "HS154", 0),
         (STORED.format(argument="self.amp_dtype"), "HS143", 1),
         (STORED.format(argument="dtype=self.amp_dtype"), "HS143", 0),
         ("import torch  # float16\nNAME = 'fp16'\ndtype = getattr(torch, NAME)\n", "HS267", 1),

@@ -26,7 +26,7 @@ _WORDS = (
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
-_BCE = re.compile(r"(\w+)\s*=\s*[\w.]*BCELoss\(")  # a loss under any name
+_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*(?:BCE|CrossEntropy)Loss\(")  # a loss under any name
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
@@ -53,8 +53,8 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
     `words` are those that single rules declare, in addition to the common ones.
     """
     starts = _line_starts(text)
-    losses = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
-    losses += tuple(f"{name}(" for name in _BCE.findall(text)) if losses else ()
+    losses: tuple[str, ...] = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
+    losses += tuple(f"{name}(" for name in dict.fromkeys(_CRITERION.findall(text)))
     amp = {bisect.bisect_right(starts, match.start()) for match in _AMP.finditer(text)}
     forwards = _FORWARDS if "autocast" in text else ()
     hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *forwards, *words))))
