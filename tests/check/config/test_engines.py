@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.rules.config.joint_loop import BareBackward
+from halfstep.check.rules.config.joint_loop import BareBackward, ScalerWithEngine
 
 CREATE = "engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)\n"
 HELPER = "def setup(model):\n    engine, *_ = deepspeed.initialize(args=args, model=model)\n    return {returned}\n"
@@ -62,3 +62,28 @@ def test_every_engine_is_followed_to_its_loop(text):
 def test_a_loop_without_an_engine_or_with_a_choice_is_silent(text):
     """Nothing is reported where the engine runs backward, does not exist, or is another function's."""
     assert not lines(text)
+
+
+RETURNED = """\
+import deepspeed
+def start(model):
+    config = {{"train_batch_size": 8, "fp16": {{"enabled": True}}, "zero_optimization": {{"stage": 2}}}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    return engine, optimizer
+class Worker:
+    def __init__(self, model):
+        self.engine, self.optimizer = start(model)
+    def step(self, batch):
+        loss = self.engine(batch)
+        {scale}
+        self.engine.backward(loss)
+        self.engine.step()
+"""
+
+
+@pytest.mark.parametrize(("scale", "num"), [("loss = self.scaler.scale(loss)", 1), ("loss = loss.mean()", 0)])
+def test_a_scaled_loss_of_a_returned_engine_is_found(scale, num):
+    """The engine has another name where it runs, and the loss is scaled one statement before."""
+    text = RETURNED.format(scale=scale)
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    assert len([f for config in configs for f in ScalerWithEngine().check(config)]) == num

@@ -180,10 +180,15 @@ for x, y in loader:
 
 @pytest.mark.parametrize(
     ("condition", "expected"),
-    [("config['pretrained_model']", ["HS160:4"]), ("args.fp16", []), ("args.inference", []), ("device == 'cpu'", [])],
+    [
+        ("config['pretrained_model']", ["HS160:4"]),
+        ("args.fp16", ["HS160:4"]),
+        ("args.inference", []),
+        ("device == 'cpu'", []),
+    ],
 )
-def test_a_condition_that_is_not_about_precision_leaves_the_scaler(condition, expected):
-    """A model that is float16 only when it is loaded meets the scaler in that run; an option of precision may exclude it."""
+def test_a_condition_of_the_cast_leaves_a_scaler_that_is_always_on(condition, expected):
+    """A model that is float16 only with an option meets the scaler in that run, unless the run does not train."""
     assert [code for code in codes(LOADED.format(condition=condition)) if code.startswith("HS160")] == expected
 
 

@@ -161,6 +161,7 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
         engine = _prepared(nodes, names) or _named(nodes, names)
     optimizer = "" if optimizer == "_" else optimizer
     engines = read_engines(nodes, names) if made else None
+    engine = _running(nodes, engine, engines) if engine and engines is not None else engine
     return Use(source, literals, names, nodes, trainers, initialize, engine, optimizer, engines)
 
 
@@ -177,6 +178,14 @@ def _bound(nodes: tuple[ast.AST, ...], initialize: ast.Call) -> tuple[str, str]:
         if first and isinstance(value, ast.Subscript) and value.value is initialize:
             return key_of(target), ""
     return "", ""
+
+
+def _running(nodes: tuple[ast.AST, ...], engine: str, engines: Engines) -> str:
+    """The variable that runs the engine, if a function creates it under one name and returns it to another: `self.engine`."""
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    runs = [(c, key_of(c.func.value)) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"]
+    keys = {key for call, key in runs if key in engines.visible(call)}
+    return keys.pop() if len(keys) == 1 and engine not in keys else engine
 
 
 def _prepared(nodes: tuple[ast.AST, ...], names: Names) -> str:

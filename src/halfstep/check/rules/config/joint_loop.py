@@ -86,12 +86,23 @@ class ScalerWithEngine(JointRule):
         """Report `engine.backward(scaler.scale(loss))`."""
         for call in use.calls("backward", use.engine) if use.initialize is not None and use.engine else ():
             loss = call.args[0] if call.args else None
+            if isinstance(loss, ast.Name):
+                loss = _scaled_before(use, loss)
             if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
                 # engine.scale(loss) is DeepSpeed's API for a manual backward pass.
                 if uses_name(loss.func, use.engine):
                     continue
                 message = "Both a GradScaler and DeepSpeed scale the loss, but DeepSpeed divides by its own scale only."
                 yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.backward(loss)`.")
+
+
+def _scaled_before(use: Use, loss: ast.Name) -> ast.expr:
+    """What a variable is assigned just before, if that is `scaler.scale(loss)`; otherwise the variable."""
+    assigned = [n for n in use.nodes if isinstance(n, ast.Assign) and key_of(n.targets[0]) == loss.id]
+    before = max((n for n in assigned if n.lineno < loss.lineno), key=lambda n: n.lineno, default=None)
+    value = before.value if before is not None else loss
+    is_scaled = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return value if is_scaled and "scaler" in key_of(value.func) else loss  # type: ignore[attr-defined]
 
 
 class AutocastAroundEngine(JointRule):

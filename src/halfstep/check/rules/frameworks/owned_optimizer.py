@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import choices_of, subject, when
+from halfstep.check.rules.weights.masters import subject, when
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, loops_around
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.chosen import condition_text, float16_ways, is_on_gpu
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
     Engine,
@@ -262,10 +263,12 @@ class HalfWeightsInFramework(ScriptRule):
             ):
                 reported.add(tie.cast.node.lineno)
                 yield self._report(script, tie.cast.node, f"when `{test[0]}`, ", subject(tie.cast), test[1])
-            owner = _scaling_owner(script, tie) if tie.cast.formats == {"float16"} else ""
+            ways = float16_ways(script.outline, tie.cast) if tie.cast.formats != {"float16"} else [()]
+            owner = _scaling_owner(script, tie) if ways and tie.cast.node.lineno not in reported else ""
             if owner:
                 reported.add(tie.cast.node.lineno)
-                yield self._report(script, tie.cast.node, when(script, tie.cast), subject(tie.cast), owner)
+                condition = when(script, tie.cast) if tie.cast.formats == {"float16"} else condition_text(ways[0])
+                yield self._report(script, tie.cast.node, condition, subject(tie.cast), owner)
         for model, node, owner in _loose_models(script):
             if script.where(node).line not in reported:
                 yield self._report(script, node, "", f"`{model}`", owner)
@@ -299,7 +302,7 @@ def _accelerate_scales(script: Script, cast: Cast) -> bool:
         return False
     conditions = conditions_of(script.outline, cast.node)
     if {constant(value) for value in values} == {"fp16"}:
-        return not conditions
+        return all(map(is_on_gpu, conditions))
     return all(
         is_true and value is not None and text == f"{text_of(value)} == 'fp16'"
         for value in values
@@ -315,11 +318,10 @@ def _chosen_by_engine(script: Script, cast: Cast) -> tuple[str, str] | None:
     passed = [argument(call, None, "mixed_precision") for call, _ in script.outline.calls.get("Accelerator", ())]
     own = {f"{engines[0].key}.mixed_precision", *(text_of(value) for value in passed if value is not None)}
     tests = {f"{text} == 'fp16'" for text in own}
-    for choice in choices_of(script, cast):
-        if dtypes_of(script.outline, choice, cast.function) == {"float16"}:
-            for text, is_true in conditions_of(script.outline, choice)[-1:]:
-                if is_true and text in tests:
-                    return text, f"`{engines[0].key}`"
+    for way in float16_ways(script.outline, cast):
+        for text, is_true in way[-1:]:
+            if is_true and text in tests:
+                return text, f"`{engines[0].key}`"
     return None
 
 

@@ -11,10 +11,10 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import earlier
+from halfstep.check.script.flow.order import earlier, is_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.values import Autocast, Scaler, text_of
+from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES", "ScalerWithBf16"]
@@ -87,8 +87,7 @@ class ScalerWithBf16(ScriptRule):
                 certain.append(scaler)
                 yield self.finding(
                     script.where(scaler.node),
-                    f"the scaler is enabled when `{scaler.enabled}`, and autocast then computes in bfloat16, which has the range of float32: it only "
-                    "costs time and skips steps",
+                    f"{_enabled_when(scaler)} computes in bfloat16, which has the range of float32: it only costs time and skips steps",
                     instead="remove the scaler: loss.backward(), optimizer.step()",
                 )
         reported = {scaler.key for scaler in certain}
@@ -135,6 +134,9 @@ class ScalerWithBf16(ScriptRule):
             ]
             flags = [text_of(v.test) for v in values if isinstance(v, ast.IfExp)]
             is_low = flags and len(flags) == len(values) and all(flag == scaler.enabled for flag in flags)
+            creation = _creation(script, scaler)
+            is_always = scaler.enabled == "yes" and creation is not None and not any(map(is_amp, creation.guards))
+            is_low = is_low or is_always
             if is_low and scaler.key.rsplit(".", 1)[-1] in stepped:
                 yield scaler
 
@@ -142,13 +144,16 @@ class ScalerWithBf16(ScriptRule):
     def _idle_when_bf16(script: Script) -> Iterator[tuple[Scaler, Autocast]]:
         """Scalers that are enabled whichever dtype the regions use, with a region that may use bfloat16."""
         chosen = [a for a in script.autocasts if a.dtype_node is not None and a.enabled != "no"]
-        either = [a for a in chosen if {"float16", "bfloat16"} <= a.dtypes]
+        # An option that is bfloat16 by default: the file does not show the others.
+        either = [a for a in chosen if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN}]
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
         if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
             return
         for scaler in script.scalers:
             creation = _creation(script, scaler)
             if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
+                continue
+            if scaler.enabled != "yes" and any(UNKNOWN in a.dtypes for a in either):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
             flags = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
@@ -161,7 +166,10 @@ class ScalerWithBf16(ScriptRule):
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
             # Replaced by None, or switched by a flag of its own; on another device it is another object.
-            is_only = len(values) == 1 or (len(others) < len(values) and all(_is_for_device(script, v) for v in others))
+            is_only = len(values) == 1 or (
+                len(others) < len(values)
+                and all(_is_for_device(script, v) or _is_first_none(script, v) for v in others)
+            )
             if is_only and (together or amp):
                 yield scaler, either[0]
 
@@ -183,7 +191,8 @@ class ScalerWithBf16(ScriptRule):
                 {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
             )
             # A flag that names a number format may be set for float16 only.
-            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
+            others = [f for f in flags if not _is_bf16(f)]
+            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
                 yield scaler
 
     @staticmethod
@@ -203,6 +212,17 @@ class ScalerWithBf16(ScriptRule):
         named = [a for a in regions if _FORMAT.search(a.enabled) and not _is_bf16(a.enabled)]
         certain = bool(regions) and all(a.dtype == "bfloat16" for a in regions) and (len(regions) == 1 or not named)
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
+
+
+def _enabled_when(scaler: Scaler) -> str:
+    if scaler.enabled == "yes":
+        return "the scaler is always enabled, and autocast, where it is not float32,"
+    return f"the scaler is enabled when `{scaler.enabled}`, and autocast then"
+
+
+def _is_first_none(script: Script, value: ast.expr) -> bool:
+    """Whether a value is the None that a variable has before mixed precision is set up."""
+    return isinstance(value, ast.Constant) and value.value is None and not conditions_of(script.outline, value)
 
 
 def _is_for_device(script: Script, value: ast.expr) -> bool:

@@ -12,7 +12,7 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.forwards import bce_in_forward, off_by_default
-from halfstep.check.script.objects.values import DTYPES, Autocast, argument, constant, text_of
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -215,7 +215,7 @@ class AutocastArgumentOrder(ScriptRule):
                 continue
             fault = ""
             if region.api == "torch.cuda.amp.autocast":
-                if args and (script.outline.names.full(args[0]) in DTYPES or isinstance(constant(args[0]), str)):
+                if args and (self._is_dtype(script, region) or isinstance(constant(args[0]), str)):
                     fault = f"`{text_of(args[0])}` is passed as `enabled`, which has to be a bool: entering the region raises TypeError"
                 elif any(k.arg == "device_type" for k in call.keywords):
                     fault = "torch.cuda.amp.autocast does not accept `device_type` and raises TypeError"
@@ -223,6 +223,15 @@ class AutocastArgumentOrder(ScriptRule):
                 fault = f"`{text_of(args[1])}` is passed as `dtype`: autocast is disabled"
             if fault:
                 yield self.finding(script.where(call), fault, instead='torch.autocast("cuda", dtype=..., enabled=...)')
+
+    @staticmethod
+    def _is_dtype(script: Script, region: Autocast) -> bool:
+        """Whether the first argument is a dtype wherever the file shows its value."""
+        first = region.node.args[0]
+        function = next((f for c, f in script.outline.library_calls.get(region.api, ()) if c is region.node), None)
+        if function is None or script.outline.names.full(first) in DTYPES:
+            return script.outline.names.full(first) in DTYPES
+        return bool(dtypes_of(script.outline, first, function) - {UNKNOWN})
 
 
 class NestedAutocastDtypes(TraceRule):

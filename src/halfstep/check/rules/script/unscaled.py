@@ -89,7 +89,6 @@ class Fp16WithoutScaler(TraceRule):
                 f"this region computes in float16, and the Trainer ({trained}) does not scale the loss: gradients below 6e-8 become zero",
                 instead="Trainer(precision='16-mixed') without this region",
             )
-
         yield from self._in_trainer(script)
 
     def _in_trainer(self, script: Script) -> Iterator[Finding]:
@@ -167,7 +166,7 @@ class Fp16WithoutScaler(TraceRule):
         if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
         opened = region_of_loss(script, trace, index)
-        if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
+        if opened is None or any(map(is_amp, opened.guards)) or not _is_always(opened):
             return None
         if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
             return None  # `dtype == "float16"`, where the region shows that it is
@@ -176,8 +175,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         return self.finding(
             script.where(scaler.node),
-            f"without `{flag}` the scaler is disabled, but the region at {script.at(opened.node)} still computes in float16: "
-            "gradients below 6e-8 become zero",
+            f"without `{flag}` the scaler is disabled, but the region at {script.at(opened.node)} still computes in float16: gradients below 6e-8 become zero",
             instead=f"torch.autocast(..., enabled={flag})",
             severity="warning",
         )
@@ -262,13 +260,18 @@ class Fp16WithoutScaler(TraceRule):
         opened = trace[before] if before is not None and not without_amp(event) else None
         if opened is None or opened.loops != event.loops or opened.inside("no_grad"):
             return None
-        if not all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts):
+        regions = opened.regions[-1].autocasts
+        if not all("float16" in a.dtypes and _is_on(a) for a in regions):
             return None
+        is_certain, first = all(a.dtype == "float16" for a in regions), regions[0]
+        if not is_certain and (UNKNOWN in first.dtypes or _tests_format(first, opened, event)):
+            return None
+        cause = "the scaler is disabled, so" if is_certain else f"{_condition(first)} the scaler is disabled:"
         return self.finding(
             script.where(scalers[0].node),
-            f"the scaler is disabled, so the loss under float16 autocast ({script.at(opened.node)}) is not scaled: "
-            "gradients below 6e-8 become zero",
+            f"{cause} the loss under float16 autocast ({script.at(opened.node)}) is not scaled: gradients below 6e-8 become zero",
             instead="enabled=True, or autocast with dtype=torch.bfloat16",
+            severity=None if is_certain else "warning",
         )
 
     def _decorated(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -328,7 +331,7 @@ def _is_chosen(script: Script, region: Autocast) -> bool:
     return any(_FORMAT.search(test) for test in tests)
 
 
-def _is_always_float16(opened: Event) -> bool:
+def _is_always(opened: Event) -> bool:
     return all(a.dtype == "float16" and _is_on(a) for a in opened.regions[-1].autocasts)
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import dtype_values, is_exercise, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.adapters import adapted_casts
+from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
@@ -51,6 +52,7 @@ _FLOAT16_TEST = re.compile(r"([\w.]+) (?:==|is) torch\.(?:float16|half)")
 _OTHER_RUNS = re.compile(
     r"infer|eval|test|export|predict|cpu|cuda|device|(^|_)mode\b|dtype|backend|bits", re.IGNORECASE
 )
+_NO_TRAINING = re.compile(r"infer|eval|test|export|predict|cpu|(^|_)mode\b|backend|bits", re.IGNORECASE)
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
@@ -122,10 +124,10 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
     return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
 
 
-def _scaler_steps(script: Script, tie: Trained) -> bool:
-    """Whether an active scaler steps the optimizer of a tie whenever its weights are cast."""
+def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) -> bool:
+    """Whether an active scaler steps the optimizer of a tie whenever its weights are cast, and its dtype is chosen so."""
     names = optimizer_names(script, tie.by)
-    conditions = _options(conditions_of(script.outline, tie.cast.node))
+    conditions = _options((*conditions_of(script.outline, tie.cast.node), *chosen))
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
@@ -138,7 +140,10 @@ def _scaler_steps(script: Script, tie: Trained) -> bool:
         ]
         around = _options((*step.guards, *flags, *created, *parts))
         # A condition that is not about precision, `if pretrained:`, leaves a run in which both happen.
-        missing = [g for g in conditions - around if is_amp(g) or _is_excluded(g, around)]
+        if scalers and all(s.enabled == "yes" for s in scalers) and not any(map(is_amp, (*step.guards, *created))):
+            missing = [g for g in conditions - around if g.opposite in around or _NO_TRAINING.search(g.text)]
+        else:
+            missing = [g for g in conditions - around if is_amp(g) or _is_excluded(g, around)]
         if not missing and not switched_off(script, step):
             return True
     return False
@@ -214,6 +219,14 @@ class HalfModelWithScaler(ScriptRule):
                     f"when `{test}`, {subject(cast)} has float16 weights and the scaler is enabled: it raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
+            elif "float16" in cast.formats and script.where(cast.node).line not in reported:
+                ways = [guards for guards in float16_ways(script.outline, cast) if _scaler_steps(script, tie, guards)]
+                if ways:
+                    yield self.finding(
+                        script.where(cast.node),
+                        f"{condition_text(ways[0])}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                        instead=f"{remedy(script, cast)} and let autocast cast",
+                    )
 
 
 def _enabling_test(script: Script, tie: Trained) -> str:

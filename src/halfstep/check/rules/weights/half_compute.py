@@ -13,13 +13,14 @@ from halfstep.check.rules.weights.masters import choices_of, is_exercise
 from halfstep.check.rules.weights.quantized import quantizations
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
+from halfstep.check.script.objects.chosen import float16_ways
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["RULES"]
@@ -214,7 +215,7 @@ def _float16(script: Script, lineage: Lineage) -> Iterator[_Base]:
     """The cast that certainly makes a model float16; none if it is quantized or returned to float32."""
     outline = script.outline
     casts = [c for c in lineage.casts if c.form in {"cast", "load"}]
-    if lineage.is_restored or not casts or any(c.formats != {"float16"} for c in casts):
+    if lineage.is_restored or not casts or not all(_is_float16(outline, c) for c in casts):
         return
     loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"}]
     for load in loads:
@@ -227,6 +228,13 @@ def _float16(script: Script, lineage: Lineage) -> Iterator[_Base]:
         if all(is_true and re.search("cuda|gpu", text) for text, is_true in conditions_of(outline, cast.node)):
             yield _Base(cast, lineage)
             return
+
+
+def _is_float16(outline: Outline, cast: Cast) -> bool:
+    """Whether a cast is float16 in every run on a GPU."""
+    if cast.formats == {"float16"}:
+        return True
+    return cast.formats == {"float16", "float32"} and () in float16_ways(outline, cast)
 
 
 def _compute_dtype(script: Script) -> ast.expr | None:

@@ -10,13 +10,13 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import (
     TRAINER,
     choices_of,
-    dtype_values,
     is_launched_elsewhere,
     remedy,
     subject,
     when,
 )
 from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -98,6 +98,10 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast)
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
+    if is_true and (constant(value) is True or text_of(value) == "torch.cuda.is_available()"):
+        way = next(iter(float16_ways(script.outline, tie.cast)), None)
+        if way is not None:
+            return condition_text((*conditions_of(outline, tie.cast.node), *way))
     unless = " and no adapter is used" if script.training.adapters == "optional" else ""
     # `fp16=dtype == torch.float16` next to dtype=dtype.
     compared = _compared(value) if is_true else None

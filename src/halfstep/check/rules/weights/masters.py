@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
+from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.freezing import restoring_loop
@@ -25,7 +26,6 @@ __all__ = [
     "TRAINER",
     "anchor",
     "choices_of",
-    "dtype_values",
     "is_exercise",
     "is_stepped",
     "optimizer_names",
@@ -93,12 +93,6 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
 
 def _negated(text: str) -> str:
     return f"not ({text})" if re.search(r" (and|or) ", text) else f"not {text}"
-
-
-def dtype_values(cast: Cast) -> Iterator[ast.expr]:
-    """The arguments of a cast or a load that name its dtype."""
-    yield from (k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"})
-    yield from (cast.node.args if cast.form == "cast" else ())
 
 
 def choices_of(script: Script, cast: Cast) -> list[ast.expr]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -23,6 +24,15 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
 model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
 args = TrainingArguments("out", bf16=True)
+"""
+_OPTION = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", choices=[{choices}])
+args = parser.parse_args()
+with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
+    y = model(x)
 """
 _PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
 _LOADERS = frozenset({"transformers", "peft", "trl"})
@@ -69,9 +79,11 @@ class UnknownDtypeName(ScriptRule):
     bad = (
         _LOADED.format(dtype='"torch.bfloat16"'),
         "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(name, torch_dtype='bf16')\n",
+        _OPTION.format(choices='"fp16", "bf16"'),
     )
     good = (
         _LOADED.format(dtype='"bfloat16"'),
+        _OPTION.format(choices='"float16", "bfloat16"'),
         "from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained(name, torch_dtype='auto')\n",
         "from mine import Net\n\nmodel = Net.from_pretrained(name, torch_dtype='bf16')\n",
     )
@@ -85,6 +97,21 @@ class UnknownDtypeName(ScriptRule):
                 value = _text(script, keyword_of(script.outline, call, function, name), function)
                 if value is not None and (value.startswith("torch.") or value.casefold() in _NOT_TORCH):
                     yield self._report(script, call, name, value)
+        for call, function in script.outline.calls.get("getattr", ()):
+            if len(call.args) == 2 and script.outline.names.full(call.args[0]) == "torch":
+                yield from self._looked_up(script, call, function)
+
+    def _looked_up(self, script: Script, call: ast.Call, function: Function) -> Iterator[Finding]:
+        """`getattr(torch, name)` of a name that torch does not have, by a literal, a default or the choices of an option."""
+        name = call.args[1]
+        unknown = sorted(s for s in strings_of(script.outline, name, function) if s.casefold() in _NOT_TORCH)
+        if unknown:
+            when = f"when `{text_of(name)}` is {unknown[0]!r}, " if constant(name) is ... else ""
+            yield self.finding(
+                script.where(call),
+                f"{when}torch has no attribute {unknown[0]!r}: `getattr` raises AttributeError",
+                instead=f"{_RIGHT.get(unknown[0].casefold(), 'float16')!r}, or a dictionary of dtypes by name",
+            )
 
     def _report(self, script: Script, call: ast.Call, name: str, value: str) -> Finding:
         node = next((k.value for k in call.keywords if k.arg == name), call)

@@ -11,8 +11,10 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import with_autocast
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.lowered import formats_of_tensor
+from halfstep.check.script.objects.modules import created_classes
 from halfstep.check.script.objects.outputs import Exit, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
+from halfstep.check.script.objects.weights import base_of, cast_formats
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -123,7 +125,7 @@ def _number(script: Script, node: ast.expr | None, function: Function) -> float 
             return None
         return -_LARGEST if node.attr == "min" else _LARGEST
     key = key_of(node) if node is not None else ""
-    if key.isidentifier() and key not in function.params:
+    if (key.isidentifier() and key not in function.params) or key.startswith("self."):
         values = script.outline.values(key, function)
         node = values[0] if len(values) == 1 else None
     value = constant(node)
@@ -136,9 +138,32 @@ def _number(script: Script, node: ast.expr | None, function: Function) -> float 
 def _product_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
     """The dtypes of the regions of a script, for scores that are a product; empty if none is float16."""
     regions = [a for a in script.autocasts if a.enabled != "no"]
-    if not any("float16" in a.dtypes for a in regions) or not _from_matmul(script, node, function, line):
+    is_cast = function.cls in _half_classes(script) if function.cls else False
+    is_lowered = is_cast or any("float16" in a.dtypes for a in regions)
+    if not is_lowered or not _from_matmul(script, node, function, line):
         return frozenset()
-    return frozenset().union(*(a.dtypes for a in regions))
+    return frozenset({"float16"} if is_cast else ()).union(*(a.dtypes for a in regions))
+
+
+def _half_classes(script: Script) -> set[str]:
+    """The classes of this file whose objects are cast to float16, and those that they are made of."""
+    outline = script.outline
+    classes: set[str] = set()
+    for call, function in (site for name in ("half", "to") for site in outline.calls.get(name, ())):
+        if cast_formats(outline, call, function) != {"float16"}:
+            continue
+        base = base_of(call)
+        made = [base] if isinstance(base, ast.Call) else []
+        made += [c.node for c in script.training.model(base, function).creations] if key_of(base) else []
+        classes |= {cls for node in made for cls in created_classes(outline, node)}
+    pending = list(classes)
+    while pending:
+        init = outline.classes.get(pending.pop(), {}).get("__init__")
+        parts = {key_of(n.func) for n in ast.walk(init.node) if isinstance(n, ast.Call)} if init is not None else set()
+        new = (parts & outline.classes.keys()) - classes
+        classes |= new
+        pending += new
+    return classes
 
 
 def _from_matmul(script: Script, node: ast.expr, function: Function, line: int) -> bool:

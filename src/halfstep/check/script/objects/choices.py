@@ -94,17 +94,17 @@ def _either(
         returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
         parts = [read(outline, value, target, depth - 1) for value in returns[:MAX_VALUES]]
         return frozenset().union(*parts) if parts and len(returns) <= MAX_VALUES else _NOTHING
-    values = outline.values(key, function)
+    values = outline.sources(key, function)
     # Callers outside the file may pass anything for a parameter.
     outside = _NOTHING if key in function.params else frozenset()
     default = default_of(function, key) if key in function.params else None
     if default is not None and constant(default) is not None:
-        values = [*values, default]
+        values = [*values, (default, function)]
     if not values:
         return None
     if len(values) > MAX_VALUES:
         return _NOTHING
-    return outside.union(*(read(outline, v, function, depth - 1) for v in values if v is not node))
+    return outside.union(*(read(outline, v, scope, depth - 1) for v, scope in values if v is not node))
 
 
 def strings_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:
@@ -175,6 +175,10 @@ def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth
     if looked_up is not None:
         return looked_up
     choices = _either(outline, node, function, depth, dtypes_of)
+    if choices is None and isinstance(node, ast.Attribute):
+        defaults = field_defaults(outline, node.attr)
+        parts = [dtypes_of(outline, value, function, depth - 1) for value in defaults[:MAX_VALUES]]
+        return frozenset().union(_NOTHING, *parts)
     return _NOTHING if choices is None else choices
 
 

@@ -154,6 +154,10 @@ def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
             guards.append(_guard(parent.test, child in parent.body))
         elif isinstance(parent, ast.IfExp) and child is not parent.test:
             guards.append(_guard(parent.test, child is parent.body))
+        elif isinstance(parent, ast.match_case) and isinstance(match := outline.parents.get(parent), ast.Match):
+            value = parent.pattern.value if isinstance(parent.pattern, ast.MatchValue) else None
+            pattern = f"== {text_of(value)}" if value is not None else f"matches {ast.unparse(parent.pattern)}"
+            guards.append(Guard(f"{text_of(match.subject)} {pattern}", True))
         child, parent = parent, outline.parents.get(parent)
     return tuple(reversed(guards))
 

@@ -16,7 +16,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["AUTO", "SIXTEEN_BIT", "formats_of", "keyword_of", "passed_for", "returned_by"]
+__all__ = ["AUTO", "SIXTEEN_BIT", "assigned", "formats_of", "keyword_of", "passed_for", "returned_by", "table_of"]
 
 SIXTEEN_BIT = frozenset({"float16", "bfloat16"})
 AUTO = "auto"  # the checkpoint's own dtype
@@ -48,7 +48,7 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     if name in DTYPES:
         return frozenset({DTYPES[name]})
     if isinstance(node, ast.Subscript):
-        table = _table_of(outline, node.value, function)
+        table = table_of(outline, node.value, function)
         if table is not None:
             return merged((value, function) for value in _entries(table, _literal(outline, node.slice, function)))
     if isinstance(node, ast.Call):
@@ -56,10 +56,10 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     key = key_of(node)
     if not key:
         return _NOTHING
-    return merged(_assigned(outline, key, function))
+    return merged(assigned(outline, key, function))
 
 
-def _assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
     """The values of a variable: assigned to it, or passed for a parameter by calls in this file."""
     if key in function.params:
         passed = list(passed_for(outline, key, function))
@@ -79,6 +79,19 @@ def _assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[
     for binding in outline.lookup(key, function):
         if binding.value is not None and binding.index is None:
             yield binding.value, binding.function
+        elif binding.value is not None:
+            yield from _elements(outline, binding.value, binding.function, binding.index)
+
+
+def _elements(
+    outline: Outline, value: ast.expr, function: Function, index: int | None
+) -> Iterator[tuple[ast.expr, Function]]:
+    """One of several values: of a tuple, or of the tuples that a function of this file returns."""
+    target = outline.call_target(value, function) if isinstance(value, ast.Call) else None
+    options = [(v, target) for v in returned_by(target)] if target is not None else [(value, function)]
+    for option, scope in options:
+        is_tuple = isinstance(option, (ast.Tuple, ast.List)) and index is not None and index < len(option.elts)
+        yield (option.elts[index], scope) if is_tuple else (ast.Constant(...), scope)  # type: ignore[attr-defined]
 
 
 def _num_calls(outline: Outline, function: Function) -> int:
@@ -123,7 +136,9 @@ def returned_by(function: Function) -> Iterator[ast.expr]:
             yield node.value
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             stack.extend(
-                child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler))
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))
             )
 
 
@@ -131,7 +146,7 @@ def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> It
     """What a call may return: `table.get(name, default)`, `getattr(torch, "bfloat16")`, a function of this file."""
     func = call.func
     if isinstance(func, ast.Attribute) and func.attr == "get" and call.args:
-        table = _table_of(outline, func.value, function)
+        table = table_of(outline, func.value, function)
         if table is not None:
             wanted = _literal(outline, call.args[0], function)
             yield from ((value, function) for value in _entries(table, wanted) or call.args[1:])
@@ -147,7 +162,7 @@ def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> It
         yield from ((value, target) for value in returned_by(target))
 
 
-def _table_of(outline: Outline, node: ast.expr, function: Function) -> ast.Dict | None:
+def table_of(outline: Outline, node: ast.expr, function: Function) -> ast.Dict | None:
     """The dictionary literal that an expression is, if it is a single one."""
     if isinstance(node, ast.Dict):
         return node
@@ -161,9 +176,8 @@ def _literal(outline: Outline, node: ast.expr, function: Function) -> str | None
     values = {constant(node)}
     key = key_of(node)
     if key:
-        find = _class_attribute if "." in key else _assigned
-        assigned = [v for v, _ in find(outline, key, function)]
-        values = {constant(v) for v in assigned} or {...}
+        find = _class_attribute if "." in key else assigned
+        values = {constant(v) for v, _ in find(outline, key, function)} or {...}
     value = values.pop() if len(values) == 1 else None
     return value if isinstance(value, str) else None
 

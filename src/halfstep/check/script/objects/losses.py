@@ -20,7 +20,7 @@ def bce_of(outline: Outline, func: ast.expr, function: Function) -> str:
     """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
     options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
     key = key_of(func)
-    if key and _CRITERION.search(key):
+    if key and (_CRITERION.search(key) or "BCELoss" in outline.loads):
         options = [o for value in outline.values(key, function) for o in entries_of(value, outline, function)]
     if not options and isinstance(func, ast.Subscript):
         options = [o for o in entries_of(func, outline, function) if o is not func]

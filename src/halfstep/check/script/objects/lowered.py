@@ -49,6 +49,9 @@ def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> fro
         elif isinstance(node, ast.BinOp) and isinstance(constant(node.left), (int, float)):
             node = node.right
         elif isinstance(node, ast.Name):
+            passed = _passed(script, node.id, function)
+            if passed:
+                return passed
             binding = _only_binding(outline, node, function)
             if binding is None or binding.value is None:
                 return _NONE
@@ -73,6 +76,16 @@ def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> fro
         else:
             return _NONE
     return _NONE
+
+
+def _passed(script: Script, name: str, function: Function) -> frozenset[str]:
+    """The formats of what every call in this file passes for a parameter that its function does not assign."""
+    outline = script.outline
+    if name not in function.params or any(b.function is function for b in outline.bindings.get(name, ())):
+        return _NONE
+    passed = [p for p in outline.passed(name, function) if p[1] is not function]
+    formats = [formats_of_tensor(script, value, caller) for value, caller in passed[:MAX_STEPS]]
+    return frozenset().union(*formats) if formats and all(formats) else _NONE
 
 
 def _only_binding(outline: Outline, name: ast.Name, function: Function) -> Binding | None:

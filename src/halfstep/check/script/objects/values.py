@@ -213,11 +213,28 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
             values = outline.values(key_of(node.func), function)[:MAX_VALUES]
             return [a for v in values for a in _called(outline, v, node, function, depth)]
         return []
+    chosen = _in_table(outline, node, function, depth) if isinstance(node, ast.Subscript) else []
+    if chosen:
+        return chosen
     key = key_of(node)
     if key:
         options = [(v, function) for v in outline.values(key, function)] or _stored(outline, node)
         return [a for v, scope in options[:MAX_VALUES] for a in autocasts_of(outline, v, scope, depth - 1)]
     return []
+
+
+def _in_table(outline: Outline, node: ast.Subscript, function: Function, depth: int) -> list[Autocast]:
+    """The regions of `{"fp16": autocast(...), "fp32": nullcontext()}[args.precision]`, each under its key."""
+    tables = [node.value] if isinstance(node.value, ast.Dict) else outline.values(key_of(node.value), function)
+    table = tables[0] if len(tables) == 1 and isinstance(tables[0], ast.Dict) else None
+    regions = []
+    for key, value in zip(table.keys, table.values, strict=True) if table is not None else ():
+        entered = autocasts_of(outline, value, function, depth - 1)
+        if constant(node.slice) is ...:
+            regions += [_under(a, f"{text_of(node.slice)} == {constant(key)!r}") for a in entered]
+        elif constant(node.slice) == constant(key):
+            regions += entered
+    return regions
 
 
 def _stored(outline: Outline, node: ast.expr) -> list[tuple[ast.expr, Function]]:

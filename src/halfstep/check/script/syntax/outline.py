@@ -92,10 +92,14 @@ class Outline:
 
     def values(self, key: str, function: Function) -> list[ast.expr]:
         """The expressions `key` may be, with plain copies of other variables followed."""
+        return [value for value, _ in self.sources(key, function)]
+
+    def sources(self, key: str, function: Function) -> list[tuple[ast.expr, Function]]:
+        """The expressions `key` may be, each with the function that contains it."""
         known = self._values.get((key, function))
         if known is not None:
             return known
-        values: list[ast.expr] = []
+        values: list[tuple[ast.expr, Function]] = []
         visited = {(key, function)}
         pending = [(key, function)]
         while pending:
@@ -106,7 +110,7 @@ class Outline:
                     visited.add((copied, origin))
                     pending.append((copied, origin))
                 elif (copied, origin) not in visited:
-                    values.append(value)
+                    values.append((value, origin))
         self._values[key, function] = values
         return values
 
@@ -132,13 +136,13 @@ class Outline:
         for call, caller in self.calls.get(function.cls if function.name == "__init__" else function.name, ()):
             by_name = [k.value for k in call.keywords if k.arg == param]
             by_position = call.args[position : position + 1]
-            if (by_name or by_position) and self._plain_target(call, caller) is function:
+            if (by_name or by_position) and self._named(call.func, caller) is function:
                 yield (by_name or by_position)[0], caller
 
     def call_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function of this file that a call runs, if the text decides it."""
-        target = self._plain_target(call, function)
         func = call.func
+        target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
             owner = key_of(func.value)
             is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
@@ -180,12 +184,8 @@ class Outline:
         inner = [f for key in keys for f in self._by_name.get(key, ()) if f.parent is function and not f.method]
         return inner[0] if len(inner) == 1 and not inner[0].params else None
 
-    def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
-        """The function a call names directly: by its name, through self, or through its class."""
-        return self._named(call.func, function)
-
     def _named(self, func: ast.expr, function: Function) -> Function | None:
-        """The function that an expression names."""
+        """The function that an expression names directly: by its name, through self, or through its class."""
         if isinstance(func, ast.Name):
             scope: Function | None = function
             while scope is not None:
@@ -214,7 +214,9 @@ class Outline:
     def __post_init__(self) -> None:
         self._by_name: dict[str, list[Function]] = {}
         self._locals: dict[str, dict[Function, list[Binding]]] = {}
-        self._values: dict[tuple[str, Function], list[ast.expr]] = {}  # asked once the outline is complete
+        self._values: dict[
+            tuple[str, Function], list[tuple[ast.expr, Function]]
+        ] = {}  # asked once the outline is complete
 
     def add_function(self, function: Function) -> None:
         """Register a function under its name."""

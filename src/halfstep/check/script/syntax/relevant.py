@@ -26,6 +26,7 @@ _WORDS = (
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
+_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*(?:BCE|CrossEntropy)Loss\(")  # a loss under any name
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
@@ -52,7 +53,8 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
     `words` are those that single rules declare, in addition to the common ones.
     """
     starts = _line_starts(text)
-    losses = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
+    losses: tuple[str, ...] = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
+    losses += tuple(f"{name}(" for name in dict.fromkeys(_CRITERION.findall(text)))
     amp = {bisect.bisect_right(starts, match.start()) for match in _AMP.finditer(text)}
     forwards = _FORWARDS if "autocast" in text else ()
     hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *forwards, *words))))
@@ -66,7 +68,8 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
         added = {f for f in remaining if _any_between(lines, f.lineno + 1, f.end_lineno or f.lineno)}
         relevant = relevant | added
         remaining = [f for f in remaining if f not in added]
-    return set(relevant)
+    # The attributes that a method reads are set where the object is created.
+    return {*relevant, *(init for init, methods in _constructors(tree) if not relevant.isdisjoint(methods))}
 
 
 def _line_starts(text: str) -> list[int]:
@@ -105,6 +108,17 @@ def _definitions(tree: ast.Module) -> list[Def]:
             if isinstance(inner, list):
                 stack.extend(inner)
     return functions
+
+
+def _constructors(tree: ast.Module) -> list[tuple[Def, list[ast.stmt]]]:
+    """The `__init__` of each class at the top of the file, with all statements of the class."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [
+        (statement, node.body)
+        for node in classes
+        for statement in node.body
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
+    ]
 
 
 def _first_line(function: Def) -> int:

@@ -1,0 +1,125 @@
+"""When an expression names a number format: the conditions of each way to it.
+
+`formats.formats_of` lists the formats that a dtype may be. An error such as float16 weights under a scaler also needs the
+runs in which it is float16: `torch.float16 if args.fp16 else torch.float32` is with `args.fp16`, and
+`{"fp16": torch.float16, "fp32": torch.float32}[args.dtype]` with `args.dtype == 'fp16'`. That the device is a GPU is no condition.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.formats import assigned, returned_by, table_of
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, constant, text_of
+from halfstep.check.script.objects.weights import Cast, is_adapter_branch
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["chosen_when", "condition_text", "dtype_values", "float16_ways", "is_on_gpu"]
+
+MAX_DEPTH = 5
+MAX_WAYS = 8
+Guards = tuple[Guard, ...]
+_GPU = re.compile(r"is_available\(\)|(^|[._])(device|use_cuda|cuda|gpu|has_cuda|use_gpu)(\.type|_type)?$|'cuda'")
+_CPU = re.compile(r"== '(cpu|mps)'$")
+
+
+def chosen_when(outline: Outline, node: ast.expr, function: Function, name: str) -> list[Guards]:
+    """The conditions of each way in which an expression names a format; an empty tuple is every run on a GPU."""
+    ways = list(dict.fromkeys(_ways(outline, node, function, name, MAX_DEPTH)))[:MAX_WAYS]
+    return [tuple(guard for guard in way if not is_on_gpu(guard)) for way in ways]
+
+
+def float16_ways(outline: Outline, cast: Cast) -> list[Guards]:
+    """The conditions of each way in which a cast or a load is float16, those of adapters aside."""
+    ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, "float16")]
+    return [way for way in ways if not any(map(is_adapter_branch, way))]
+
+
+def dtype_values(cast: Cast) -> Iterator[ast.expr]:
+    """The arguments of a cast or a load that name its dtype."""
+    yield from (k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"})
+    yield from (cast.node.args if cast.form == "cast" else ())
+
+
+def is_on_gpu(guard: Guard) -> bool:
+    """Whether a condition only means that there is a GPU."""
+    text, is_true = guard
+    if text.startswith("__name__"):
+        return True
+    if re.search(r" (and|or|not|if) ", text):
+        return False
+    return bool(_GPU.search(text)) if is_true else bool(_CPU.search(text))
+
+
+def condition_text(guards: Guards) -> str:
+    """Conditions as the beginning of a message."""
+    parts = [f"`{text}`" if is_true else f"not `{text}`" for text, is_true in dict.fromkeys(guards)]
+    return f"when {' and '.join(parts)}, " if parts else "on a GPU, "
+
+
+def _ways(outline: Outline, node: ast.expr, function: Function, name: str, depth: int) -> Iterator[Guards]:
+    full = outline.names.full(node)
+    if full in DTYPES:
+        if DTYPES[full] == name:
+            yield ()
+        return
+    if depth == 0:
+        return
+    if isinstance(node, ast.Constant):
+        if node.value in (name, f"torch.{name}"):
+            yield ()
+    elif isinstance(node, ast.IfExp):
+        for arm in (node.body, node.orelse):
+            guard = conditions_of(outline, arm)[-1:]
+            yield from ((*guard, *rest) for rest in _ways(outline, arm, function, name, depth - 1))
+    elif isinstance(node, ast.Subscript) and (table := table_of(outline, node.value, function)) is not None:
+        yield from _entries(outline, table, node.slice, function, name, depth)
+    elif isinstance(node, ast.Call):
+        yield from _results(outline, node, function, name, depth)
+    elif key := key_of(node):
+        for value, scope in assigned(outline, key, function):
+            guards = conditions_of(outline, value) if not isinstance(outline.parents.get(value), ast.IfExp) else ()
+            yield from ((*guards, *rest) for rest in _ways(outline, value, scope, name, depth - 1))
+
+
+def _entries(
+    outline: Outline, table: ast.Dict, index: ast.expr, function: Function, name: str, depth: int
+) -> Iterator[Guards]:
+    """The keys of a table under which it has the format."""
+    known = strings_of(outline, index, function)
+    for key, value in zip(table.keys, table.values, strict=True):
+        if constant(key) in known or UNKNOWN in known:
+            is_fixed = len(known) == 1 and UNKNOWN not in known
+            guard = () if is_fixed else (Guard(f"{text_of(index)} == {constant(key)!r}", True),)
+            yield from ((*guard, *rest) for rest in _ways(outline, value, function, name, depth - 1))
+
+
+def _results(outline: Outline, call: ast.Call, function: Function, name: str, depth: int) -> Iterator[Guards]:
+    """The ways of `table.get(key)`, `getattr(torch, name)` and functions of this file."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and func.attr == "get" and call.args:
+        table = table_of(outline, func.value, function)
+        if table is not None:
+            yield from _entries(outline, table, call.args[0], function, name, depth)
+    elif key_of(func) == "getattr" and len(call.args) > 1 and outline.names.full(call.args[0]) == "torch":
+        strings = strings_of(outline, call.args[1], function)
+        for string in sorted(strings):
+            if DTYPES.get(f"torch.{string}") == name:
+                yield () if len(strings) == 1 else (Guard(f"{text_of(call.args[1])} == {string!r}", True),)
+    elif (target := outline.call_target(call, function)) is not None and target.name != "__init__":
+        names = dict(zip(target.params, map(text_of, call.args), strict=False))
+        for value in returned_by(target):
+            guards = tuple(_renamed(guard, names) for guard in conditions_of(outline, value))
+            yield from ((*guards, *rest) for rest in _ways(outline, value, target, name, depth - 1))
+
+
+def _renamed(guard: Guard, names: dict[str, str]) -> Guard:
+    """A condition on a parameter as one on what the call passes for it."""
+    first, separator, rest = guard.text.partition(" ")
+    return Guard(f"{names.get(first, first)}{separator}{rest}", guard.is_true)

@@ -1,0 +1,133 @@
+"""What a function of the file returns for arguments that are literals.
+
+    def get_dtype(name):                       get_dtype("half")  ->  torch.float16
+        if name in ("half", "fp16"):
+            return torch.float16
+        return torch.float32
+
+Only tests of a parameter against literals are decided. Any other test that leads to a `return` leaves the result open.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from halfstep.check.script.syntax.scope import Function, default_of
+
+__all__ = ["outcome"]
+
+Known = dict[str, object]
+_OPEN = object()  # the text does not decide it
+_CASES: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
+
+
+def outcome(call: ast.Call, function: Function) -> ast.expr | None:
+    """The one expression that a call of this function returns; None if the text does not decide it."""
+    if isinstance(function.node, ast.AsyncFunctionDef) or any(k.arg is None for k in call.keywords):
+        return None
+    known = _arguments(call, function)
+    stored = {n.id for n in ast.walk(function.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(function.node)):
+        return None
+    result = _run(function.body, {name: value for name, value in known.items() if name not in stored})
+    return result if isinstance(result, ast.expr) else None
+
+
+def _arguments(call: ast.Call, function: Function) -> Known:
+    """The parameters whose values are literals in the call, or by default."""
+    bound = function.method and function.params[:1] in {("self",), ("cls",)}
+    params = function.params[1:] if bound else function.params
+    if any(isinstance(a, ast.Starred) for a in call.args):
+        return {}
+    values: dict[str, ast.expr] = dict(zip(params, call.args, strict=False))
+    values |= {k.arg: k.value for k in call.keywords if k.arg is not None}
+    known: Known = {}
+    for name in params:
+        value = values.get(name) or default_of(function, name)
+        if isinstance(value, ast.Constant):
+            known[name] = value.value
+    return known
+
+
+def _run(body: list[ast.stmt], known: Known) -> object:
+    """What a block returns: an expression, None if it goes on after the block, or _OPEN."""
+    for statement in body:
+        result: object = None
+        if isinstance(statement, ast.Return):
+            return statement.value if statement.value is not None else _OPEN
+        if isinstance(statement, ast.Raise):
+            return _OPEN
+        if isinstance(statement, ast.If):
+            test = _value(statement.test, known)
+            if test is not _OPEN:
+                result = _run(statement.body if test else statement.orelse, known)
+            elif _leaves(statement):
+                return _OPEN
+        elif isinstance(statement, ast.Match):
+            result = _matched(statement, known)
+        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            result = _run(statement.body, known)
+        elif _leaves(statement):
+            return _OPEN
+        if result is not None:
+            return result
+    return None
+
+
+def _matched(statement: ast.Match, known: Known) -> object:
+    """What the case returns that fits the subject."""
+    subject = _value(statement.subject, known)
+    for case in statement.cases if subject is not _OPEN else ():
+        options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
+        values = [_value(o.value, known) if isinstance(o, ast.MatchValue) else _OPEN for o in options]
+        is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
+        if case.guard is not None or (_OPEN in values and not is_wildcard):
+            return _OPEN
+        if is_wildcard or subject in values:
+            return _run(case.body, known)
+    return None if subject is not _OPEN or not _leaves(statement) else _OPEN
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    return any(isinstance(n, (ast.Return, ast.Raise)) for n in ast.walk(statement))
+
+
+def _value(node: ast.expr, known: Known) -> object:
+    """The value of a test of parameters and literals; _OPEN for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return known.get(node.id, _OPEN)
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        values = [_value(element, known) for element in node.elts]
+        return _OPEN if _OPEN in values else tuple(values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = _value(node.operand, known)
+        return _OPEN if value is _OPEN else not value
+    if isinstance(node, ast.BoolOp):
+        values = [_value(part, known) for part in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        if any(value is not _OPEN and bool(value) is decisive for value in values):
+            return decisive
+        return _OPEN if _OPEN in values else not decisive
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+        value = _value(node.func.value, known)
+        change = _CASES.get(node.func.attr)
+        return change(value) if change is not None and isinstance(value, str) else _OPEN
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return _compared(node.ops[0], _value(node.left, known), _value(node.comparators[0], known))
+    return _OPEN
+
+
+def _compared(op: ast.cmpop, left: object, right: object) -> object:
+    if left is _OPEN or right is _OPEN:
+        return _OPEN
+    if isinstance(op, (ast.Eq, ast.NotEq)):
+        return (left == right) is isinstance(op, ast.Eq)
+    if isinstance(op, (ast.Is, ast.IsNot)):
+        return (left is right) is isinstance(op, ast.Is)
+    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, (tuple, str)):
+        is_text = isinstance(right, str) and not isinstance(left, str)
+        return _OPEN if is_text else (left in right) is isinstance(op, ast.In)
+    return _OPEN
