@@ -31,8 +31,9 @@ def test_a_loop_becomes_events_in_order():
     [
         ("amp", [("amp", True)]),
         ("not amp", [("amp", False)]),
-        ("scaler is not None", [("scaler", True)]),
-        ("scaler is None", [("scaler", False)]),
+        ("ema is not None", [("ema", True)]),
+        ("ema is None", [("ema", False)]),
+        ("scaler is not None", []),
         ("amp and clip", [("amp", True), ("clip", True)]),
         ("mode != 'x'", [("mode == 'x'", False)]),
         ("use == True", [("use", True)]),
@@ -42,6 +43,15 @@ def test_conditions_become_guards(test, guards):
     """Equivalent conditions give the same guards."""
     (event,) = events(f"if {test}:\n    optimizer.step()\n", "opt_step")
     assert list(event.guards) == guards
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("None", ["opt_b"]), ("torch.amp.GradScaler()", ["opt_a"]), ("make()", ["opt_a", "opt_b"])]
+)
+def test_a_branch_for_a_scaler_that_never_or_always_exists_is_decided(value, expected):
+    """A variable that is only ever None, or only ever a GradScaler, leaves one branch."""
+    text = f"s.scaler = {value}\nif s.scaler is not None:\n    opt_a.step()\nelse:\n    opt_b.step()\nx.backward()\n"
+    assert [e.optimizer for e in events(text, "opt_step")] == expected
 
 
 def test_else_and_elif_have_the_opposite_guards():

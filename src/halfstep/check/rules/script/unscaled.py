@@ -274,7 +274,7 @@ class Fp16WithoutScaler(TraceRule):
     def _decorated(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a loss of a function that a decorator runs under float16 autocast."""
         event = trace[index]
-        for called in (event, *(trace[i] for i in earlier(trace, index, "forward"))):
+        for called in (event, *(trace[i] for i in earlier(trace, index, "forward", "enter_function"))):
             region = called.autocast()
             if region is None or called.inside("no_grad") or not _is_decorator(region.node, called):
                 continue

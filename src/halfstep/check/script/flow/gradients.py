@@ -20,8 +20,10 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = [
     "backward_of_other_branch",
     "checked_by_hand",
+    "clears",
     "is_trial",
     "measures_only",
+    "never_stepped",
     "skipped_unscale",
     "unscaled_between",
 ]
@@ -122,6 +124,31 @@ def backward_of_other_branch(script: Script, trace: Trace, index: int) -> Event 
             if step.node in inside and back is not None:
                 return back if _computes_only_loss(inside, step, back) else None
     return None
+
+
+def never_stepped(script: Script, trace: Trace, index: int) -> Event | None:
+    """The scaled backward whose branch has no step, where the plain backward of the other branch has this one.
+
+    None if anything in the file may step with the scaler.
+    """
+    step = trace[index]
+    others = ("scaler_step", "owned_step", "engine_step", "handed", "unscale", "update", "autograd_grad")
+    if not step.loops or script.has(*others):
+        return None
+    backs = [e for e in trace if e.kind == "backward" and e.loops == step.loops and e.function is step.function]
+    scaled = [e for e in backs if e.scaled == "yes" and not compatible(e, step)]
+    plain = [e for e in backs if e.scaled == "no" and compatible(e, step)]
+    schedules = {e.node for e in script.events("sched_step")}
+    passed = [c for c, _ in script.outline.calls.get("step", ()) if c.args and c not in schedules]
+    return scaled[0] if scaled and plain and len(scaled) + len(plain) == len(backs) and not passed else None
+
+
+def clears(trace: Trace, event: Event, use: Event) -> bool:
+    """Whether a zero_grad clears what a step uses: of its optimizer, or of the one model that runs where one optimizer steps."""
+    if not event.optimizer or event.optimizer == use.optimizer:
+        return bool(event.optimizer)
+    models = {e.subject for e in trace if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")}
+    return models == {event.optimizer} and len({e.optimizer for e in trace if e.kind in STEPS}) == 1
 
 
 def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:
