@@ -261,8 +261,161 @@ def main(args, model, optimizer, loader):
         scaler.update()
     save(args.out, model=model, optimizer=optimizer, scaler=scaler)
 """
+AND = """\
+import torch
+
+def main(args, model, opt, loader):
+    scaler = args.amp and torch.amp.GradScaler("cuda")
+    for x in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.amp):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+"""
+TWO_FLAGS = """\
+import torch
+
+def main(args, model, opt, loader):
+    scaler = None
+    if args.amp and torch.cuda.is_available():
+        scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        opt.zero_grad()
+        if args.amp:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        else:
+            model(x).backward()
+            opt.step()
+"""
+CHOSEN_LOSS = """\
+import torch
+
+def backward(loss, scaler=None):
+    (scaler.scale(loss) if scaler else loss).backward()
+
+def train(model, opt, loader, cfg):
+    scaler = torch.amp.GradScaler("cuda") if cfg.fp16 else None
+    for x in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=cfg.fp16):
+            loss = model(x)
+        backward(loss, scaler)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        if scaler:
+            scaler.step(opt)
+            scaler.update()
+        else:
+            opt.step()
+"""
+METHODS = """\
+import torch
+
+class AmpOptimizer:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+INNER_LOOP = """\
+import torch
+
+def meta_step(model, tasks, optimizer):
+    optimizer.zero_grad()
+    total = 0.0
+    for support, query in tasks:
+        with torch.autocast("cuda", dtype=torch.float16):
+            total = total + model(support, query)
+    total.backward()
+    optimizer.step()
+"""
+IN_FORWARD = """\
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, use_fp16=True):
+        super().__init__()
+        self.use_fp16 = use_fp16
+        self.body = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.use_fp16):
+            return self.body(x)
+
+def train(loader):
+    net = Net().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x in loader:
+        loss = net(x).float().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+BY_OPTIMIZER = """\
+import torch
+
+def train(model, optimizer, loader, args):
+    scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.amp):
+            loss = model(x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if args.kind == "lamb":
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update()
+"""
+OTHER_VALUES = """\
+import torch
+
+def train(model, optimizer, loader, cfg):
+    scaler = torch.amp.GradScaler("cuda") if cfg.dtype == "fp16" else None
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=DTYPES[cfg.dtype]):
+            loss = model(x)
+        if cfg.dtype in ("fp32",):
+            loss.backward()
+            optimizer.step()
+        elif cfg.dtype == "bf16":
+            log(loss)
+        if cfg.dtype != "fp32":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
 # The rule, the wrong script, and what to replace to make it right.
 CASES = [
+    pytest.param("HS176", AND, ('args.amp and torch.amp.GradScaler("cuda")', 'torch.amp.GradScaler("cuda")'), id="and"),
+    pytest.param("HS176", TWO_FLAGS, (" and torch.cuda.is_available()", ""), id="one-of-two-flags"),
+    pytest.param("HS176", OTHER_VALUES, ('cfg.dtype == "bf16"', 'cfg.dtype == "fp16"'), id="another-value"),
+    pytest.param(
+        "HS104",
+        CHOSEN_LOSS,
+        ("torch.nn.utils", "if scaler: scaler.unscale_(opt)\n        torch.nn.utils"),
+        id="chosen-loss",
+    ),
+    pytest.param(
+        "HS104", METHODS, ("for group", "self.scaler.unscale_(self.optimizer)\n        for group"), id="methods"
+    ),
+    pytest.param("HS123", INNER_LOOP, ("float16", "bfloat16"), id="region-in-an-inner-loop"),
+    pytest.param("HS123", IN_FORWARD, ("float16", "bfloat16"), id="flag-of-the-model"),
+    pytest.param("HS103", BY_OPTIMIZER, ('args.kind == "lamb"', "args.amp"), id="step-chosen-by-a-setting"),
     pytest.param("HS176", FACTORY, ("return None", 'return torch.amp.GradScaler("cuda", enabled=False)'), id="factory"),
     pytest.param("HS176", TUPLE, ('in ("fp16", "bf16")', '== "fp16"'), id="tuple-of-a-function"),
     pytest.param("HS176", PASSED, ('"cuda") if device == "cuda" else None', '"cuda")'), id="tested-in-an-argument"),

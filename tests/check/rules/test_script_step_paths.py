@@ -120,11 +120,59 @@ for x in loader:
     scaler.step(opts["g"])
     scaler.update()
 """
+KEPT = """\
+import torch
+import math
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if math.isnan(norm) or math.isinf(norm):
+        scaler.update()
+        {clear}
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+NAMED_TEST = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def is_sound(self):
+        return all(torch.isfinite(p.grad).all() for p in self.model.parameters())
+
+    def train_step(self, x):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if self.is_sound():
+            self.scaler.step(self.optimizer)
+{update}
+"""
 FINAL = "        finally:\n            self.scaler.update()\n"
 INSIDE = "            self.scaler.update()\n"
 CLEAR = "        optimizer.zero_grad()\n"
 TEST = "    if torch.isfinite(total_norm):"
 CASES = [
+    pytest.param(
+        "HS119", KEPT.format(clear="pass"), KEPT.format(clear="optimizer.zero_grad()"), id="kept-with-a-scaler"
+    ),
+    pytest.param(
+        "HS112",
+        NAMED_TEST.format(update="            self.scaler.update()"),
+        NAMED_TEST.format(update="        self.scaler.update()"),
+        id="test-in-a-method",
+    ),
     pytest.param(
         "HS115",
         FINALLY.format(inside="", finally_=FINAL),

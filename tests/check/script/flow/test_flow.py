@@ -86,7 +86,7 @@ def test_conditional_expressions_guard_their_branches():
         ("loss = scaler.scale(loss)\nloss = loss.mean()\nloss.backward()", "maybe"),
         ("if amp:\n    loss = scaler.scale(loss)\nloss.backward()", "maybe"),
         ("(loss * loss_scale).backward()", "maybe"),
-        ("loss = scaler.scale(loss) if amp else loss\nloss.backward()", "maybe"),
+        ("loss = scaler.scale(loss) if amp else loss\nlog(loss)\nloss.backward()", "maybe"),
         ("loss = scaler.scale(loss)\nloss = model(x)\nloss.backward()", "no"),
         ("torch.autograd.backward([scaler.scale(a), scaler.scale(b)])", "yes"),
     ],
@@ -95,6 +95,17 @@ def test_a_scaled_loss_is_followed_through_variables(text, scaled):
     """A backward is scaled, not scaled, or undecided."""
     (event,) = events(text + "\n", "backward")
     assert event.scaled == scaled
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(scaler.scale(loss) if amp else loss).backward()", "x = scaler.scale(loss) if amp else loss\nx.backward()"],
+)
+def test_a_chosen_loss_is_scaled_on_one_path(text):
+    """The two backwards exclude each other, like those of an `if` statement."""
+    first, second = events(text + "\n", "backward")
+    assert (first.scaled, first.guards) == ("yes", (("amp", True),))
+    assert (second.scaled, second.guards) == ("no", (("amp", False),))
 
 
 @pytest.mark.parametrize(

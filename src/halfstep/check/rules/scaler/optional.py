@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.absent import Absent, absent_scalers
-from halfstep.check.script.flow.conditions import holds_without
+from halfstep.check.script.flow.conditions import holds_without, is_about
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
@@ -121,6 +121,7 @@ def _untested(script: Script, absent: Absent, flag: Guard) -> list[Event]:
     names = absent.names
     uses = [e for e in script.events(*_USES) if e.scaler.rsplit(".", 1)[-1] in names and _is_method_call(e)]
     tested = {e.function for e in uses if flag in e.guards or any(_is_scaler(g, names) for g in e.guards)}
+    tested |= {e.function for e in uses if any(other in e.guards for other in absent.flags if other != flag)}
     tested |= {f for f in {e.function for e in uses} - tested if _tests(f, names)}
     here = {e for e in absent.trace if e.kind in _USES}
     # Where no line tests it, or where another function does, the flag must be an option that a run may set either way.
@@ -131,7 +132,7 @@ def _untested(script: Script, absent: Absent, flag: Guard) -> list[Event]:
         for e in uses
         if e in here
         and (e.function in tested or (everywhere and not _is_amp_only(e, names)))
-        and _is_bare(script, e, flag, names)
+        and _is_bare(script, e, flag, absent)
     ]
 
 
@@ -182,15 +183,14 @@ def _is_scaler(guard: Guard, names: frozenset[str]) -> bool:
     return guard.is_true and guard.text.rsplit(".", 1)[-1] in names
 
 
-def _is_bare(script: Script, event: Event, flag: Guard, names: frozenset[str]) -> bool:
+def _is_bare(script: Script, event: Event, flag: Guard, absent: Absent) -> bool:
     """Whether an event also runs where the flag is off: no condition excludes it, or may do so under another name."""
-    others = [g for g in event.guards if g != flag]
+    names = absent.names
+    others = [g for g in event.guards if g not in absent.flags]
     if flag in event.guards or not possible(event.guards, (flag.opposite,)):
         return False
-    if any(
-        (is_amp(g) or any(n in g.text for n in names)) and not holds_without(script.outline, event.function, g, flag)
-        for g in others
-    ):
+    doubtful = [g for g in others if is_amp(g) or is_about(g, flag) or any(n in g.text for n in names)]
+    if not all(holds_without(script.outline, event.function, g, flag) for g in doubtful):
         return False
     # A condition that varies within a run is not the flag; any other may imply it.
     return not any(is_setting(script, g, event) and _may_imply(script, g, flag) for g in others if not is_amp(g))

@@ -331,6 +331,10 @@ def _tests_gradients(script: Script, test: ast.If, function: ast.AST) -> bool:
     assigned = [name for value in _values(script, test, function) for name in _names(value)]
     if any(is_amp((name, True)) for name in tested):
         return False
+    own = next((f for f in script.outline.functions if f.node is function), script.outline.module)
+    calls = (node for node in ast.walk(test.test) if isinstance(node, ast.Call))
+    targets = [target for call in calls if (target := script.outline.call_target(call, own)) is not None]
+    assigned += [name for target in targets for name in _names(target.node)]  # `if self.gradients_are_finite():`
     compared = [name for part in ast.walk(test.test) if _is_threshold(part) for name in _names(part)]
     return any(map(_FINITE.search, (*tested, *assigned))) or any(map(_NORM.search, compared))
 

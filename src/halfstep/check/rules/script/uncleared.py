@@ -119,7 +119,7 @@ class KeptAfterOverflow(TraceRule):
         _SKIP.format(start="", skip="optimizer.zero_grad()\n        ", end="    optimizer.zero_grad()\n"),
     )
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
-    kinds = ("opt_step",)
+    kinds = ("opt_step", "scaler_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step under a test of the gradients, with every clearing of them under the same test."""
@@ -134,6 +134,8 @@ class KeptAfterOverflow(TraceRule):
         for guard in event.guards:
             if guard in back.guards or not _tests_gradients(script, guard, event):
                 continue
+            if event.kind == "scaler_step" and all(guard in e.guards for e in trace if e.kind == "update"):
+                continue  # HS112 and HS157 report the update that is missing
             place = _skipped(event, guard) if cleared and all(guard in e.guards for e in cleared) else None
             if place is None:
                 continue
@@ -163,7 +165,8 @@ def _skipped(event: Event, guard: Guard) -> ast.AST | None:
         condition, is_true = test.test, guard.is_true
         while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
             condition, is_true = condition.operand, not is_true
-        if text_of(condition) == guard.text:
+        either = condition.values if isinstance(condition, ast.BoolOp) and not guard.is_true else [condition]
+        if guard.text in map(text_of, either):
             other = test.orelse if is_true else test.body
             if other and isinstance(other[-1], (ast.Raise, ast.Break)):
                 return None

@@ -6,12 +6,13 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Scaler, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["Absent", "absent_scalers"]
 
@@ -28,7 +29,7 @@ class Absent(NamedTuple):
 
 def absent_scalers(script: Script) -> Iterator[Absent]:
     """Every scaler that is None under some settings, once for each trace that may use it."""
-    for scaler in script.scalers:
+    for scaler in script.scalers[:MAX_BINDINGS]:
         names = _names(script, scaler)
         sites = [(scaler.node, scaler.function)]
         if isinstance(script.outline.parents.get(scaler.node), ast.Return):
@@ -41,7 +42,7 @@ def absent_scalers(script: Script) -> Iterator[Absent]:
         for number, trace in enumerate(script.traces):
             made = next((e for e in trace if e.kind == "make_scaler" and e.node is scaler.node), None)
             if made is not None:
-                known = _own_guards(made, depth)
+                known = _own_guards(script, made, depth)
                 created.add(number)
                 yield Absent(scaler, names, known, trace, is_created=True)
         for number, trace in enumerate(script.traces):
@@ -49,11 +50,19 @@ def absent_scalers(script: Script) -> Iterator[Absent]:
                 yield Absent(scaler, names, known, trace, is_created=False)
 
 
-def _own_guards(made: Event, depth: int) -> tuple[Guard, ...]:
+def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:
     """The conditions in the function that creates a scaler, or in its caller, with the names of the caller."""
     own = len(made.local.guards)
     inner = made.guards[len(made.guards) - own :] if own else ()
-    return inner if not depth else made.guards
+    return (inner if not depth else made.guards) or _tests_before(script, made)
+
+
+def _tests_before(script: Script, made: Event) -> tuple[Guard, ...]:
+    """The conditions `a` and `b` of `a and b and GradScaler()`."""
+    parent = script.outline.parents.get(made.node)
+    tests = parent.values[:-1] if isinstance(parent, ast.BoolOp) else []
+    conditions = Conditions(script.outline, made.function)
+    return tuple(guard for test in tests for guard in conditions.guards(test, is_true=True))
 
 
 def _is_none_otherwise(script: Script, node: ast.AST, key: str, function: Function) -> bool:
@@ -64,12 +73,20 @@ def _is_none_otherwise(script: Script, node: ast.AST, key: str, function: Functi
         return constant(other) is None
     if isinstance(parent, ast.Return):
         return _returns_none(function)
+    if isinstance(parent, ast.BoolOp):
+        return isinstance(parent.op, ast.And) and parent.values[-1] is node  # `amp and GradScaler()`
     bindings = script.outline.lookup(key, function) if key else []
     others = [b for b in bindings if b.value is not node]
-    if key.startswith("self.") and not others:
-        body = script.outline.bindings.get(key.removeprefix("self."), ())
-        others = [b for b in body if getattr(script.outline.parents.get(b.node), "name", "") == function.cls]
+    if "." in key and not others:  # a default in the body of the class
+        body = script.outline.bindings.get(key.rsplit(".", 1)[-1], ())
+        classes = [(b, script.outline.parents.get(b.node)) for b in body]
+        others = [b for b, c in classes if isinstance(c, ast.ClassDef) and _is_of(key, function, c)]
     return bool(others) and all(b.index is None and b.value is not None and constant(b.value) is None for b in others)
+
+
+def _is_of(key: str, function: Function, cls: ast.ClassDef) -> bool:
+    """Whether an attribute may be one of a class: of `self` only that of its own class."""
+    return cls.name == function.cls or not key.startswith("self.")
 
 
 def _returns_none(function: Function) -> bool:

@@ -13,9 +13,9 @@ from halfstep.check.script.flow.event import Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 
-__all__ = ["Conditions", "holds_without", "leaves_block", "leaving"]
+__all__ = ["Conditions", "holds_without", "is_about", "leaves_block", "leaving"]
 
 _MIRRORED: dict[type[ast.cmpop], str] = {
     ast.Lt: ">",
@@ -60,7 +60,7 @@ class Conditions:
         if "scaler" not in last.lower() or not key.replace(".", "").isidentifier():
             return None
         bindings = self.outline.lookup(key, self.function)
-        if not bindings or any(last in function.params for function in self.outline.functions):
+        if not 0 < len(bindings) <= MAX_BINDINGS or any(last in function.params for function in self.outline.functions):
             return None
         if all(isinstance(b.value, ast.Constant) and b.value.value is None for b in bindings):
             return not guards[0].is_true
@@ -149,8 +149,23 @@ def holds_without(outline: Outline, function: Function, guard: Guard, flag: Guar
     tests = Conditions(outline, function).guards(value, is_true=guard.is_true) if value is not None else ()
     subject = flag.text.partition(" ")[0]
     parts = tests or (guard,)
-    same = all(part.text.partition(" ")[0] == subject and part.text != subject for part in parts)
-    return same and " " in flag.text and possible(parts, (flag.opposite,))
+    if " " not in flag.text or not all(is_about(part, flag) and part.text != subject for part in parts):
+        return False
+    # `x != "fp32"` holds for another value than that of the flag only if the file names one.
+    values = [Guard(f"{subject} == {value!r}", is_true=True) for value in _compared(outline, subject)]
+    return any(possible((v,), parts) and possible((v,), (flag.opposite,)) for v in values)
+
+
+def is_about(guard: Guard, flag: Guard) -> bool:
+    """Whether two conditions test the same variable: `precision == "fp16"` and `precision != "fp32"`."""
+    return guard.text.partition(" ")[0] == flag.text.partition(" ")[0]
+
+
+def _compared(outline: Outline, subject: str) -> set[str]:
+    """The strings that a file compares a variable with."""
+    tests = [n for n in ast.walk(outline.module.node) if isinstance(n, ast.Compare) and text_of(n.left) == subject]
+    parts = (part for test in tests for comparator in test.comparators for part in ast.walk(comparator))
+    return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
 def _counts(value: ast.expr) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["is_bound", "unbound_scalers"]
 
@@ -21,14 +21,12 @@ def unbound_scalers(script: Script) -> Iterator[Event]:
     """The first use of each scaler that nothing in the file assigns: a variable, or an attribute of a class of its own."""
     if script.source.cells or not any(i.full.split(".")[0] == "torch" for i in script.outline.names.imported):
         return  # a cell may run another notebook, and a fragment shows no imports
-    reported: set[str] = set()
+    first: dict[tuple[str, str], Event] = {}  # by variable and class
     for event in sorted(script.events(*_USES), key=lambda e: getattr(e.node, "lineno", 0)):
-        key = event.local.scaler
-        if key in reported:
-            continue
+        first.setdefault((event.local.scaler, event.function.cls), event)
+    for (key, _), event in list(first.items())[:MAX_BINDINGS]:
         is_plain = key.isidentifier() and not is_bound(script, key, event.function)
         if is_plain or (key.startswith("self.") and _lacks(script, key.removeprefix("self."), event.function)):
-            reported.add(key)
             yield event
 
 
