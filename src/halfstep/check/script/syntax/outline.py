@@ -137,8 +137,8 @@ class Outline:
 
     def call_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function of this file that a call runs, if the text decides it."""
-        target = self._plain_target(call, function)
         func = call.func
+        target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
             target = self._method_of(key_of(func.value), func.attr, function)
         if target is None and "scal" not in _last(func).lower():  # what is called a scaler may do all of a step
@@ -184,7 +184,7 @@ class Outline:
         return inner[0] if len(inner) == 1 and not inner[0].params else None
 
     def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
-        """The function a call names directly."""
+        """The function a call names directly: by its name, through self, or through its class."""
         return self._named(call.func, function)
 
     def _named(self, func: ast.expr, function: Function) -> Function | None:
