@@ -89,7 +89,6 @@ def test_skip_in_a_method_is_reported(text):
         trainer("if not math.isfinite(norm):\n    return self.skip_batch()", base="Base"),
         trainer("if not math.isfinite(norm):\n    reset(self.scaler)\n    return None"),
         # the run ends
-        trainer("if not math.isfinite(norm):\n    raise ArithmeticError(norm)"),
         trainer(
             "if not math.isfinite(norm):\n    return None",
             call="if self.train_step(x, y) is None:\n                break",
@@ -106,6 +105,12 @@ def test_skip_in_a_method_is_reported(text):
 def test_correct_skip_is_silent(text):
     """A skip gives no finding if update() runs or may run, if the run ends, or if the scaler is disabled."""
     assert codes(text) == []
+
+
+def test_a_run_that_ends_is_no_skip():
+    """Where the test of the norm raises, only HS175 reports it: the scaler would have skipped the step."""
+    text = trainer("if not math.isfinite(norm):\n    raise ArithmeticError(norm)")
+    assert [code.partition(":")[0] for code in codes(text)] == ["HS175"]
 
 
 LOOP = """\

@@ -31,8 +31,9 @@ def test_a_loop_becomes_events_in_order():
     [
         ("amp", [("amp", True)]),
         ("not amp", [("amp", False)]),
-        ("scaler is not None", [("scaler", True)]),
-        ("scaler is None", [("scaler", False)]),
+        ("ema is not None", [("ema", True)]),
+        ("ema is None", [("ema", False)]),
+        ("scaler is not None", []),
         ("amp and clip", [("amp", True), ("clip", True)]),
         ("mode != 'x'", [("mode == 'x'", False)]),
         ("use == True", [("use", True)]),
@@ -42,6 +43,15 @@ def test_conditions_become_guards(test, guards):
     """Equivalent conditions give the same guards."""
     (event,) = events(f"if {test}:\n    optimizer.step()\n", "opt_step")
     assert list(event.guards) == guards
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("None", ["opt_b"]), ("torch.amp.GradScaler()", ["opt_a"]), ("make()", ["opt_a", "opt_b"])]
+)
+def test_a_branch_for_a_scaler_that_never_or_always_exists_is_decided(value, expected):
+    """A variable that is only ever None, or only ever a GradScaler, leaves one branch."""
+    text = f"s.scaler = {value}\nif s.scaler is not None:\n    opt_a.step()\nelse:\n    opt_b.step()\nx.backward()\n"
+    assert [e.optimizer for e in events(text, "opt_step")] == expected
 
 
 def test_else_and_elif_have_the_opposite_guards():
@@ -76,7 +86,7 @@ def test_conditional_expressions_guard_their_branches():
         ("loss = scaler.scale(loss)\nloss = loss.mean()\nloss.backward()", "maybe"),
         ("if amp:\n    loss = scaler.scale(loss)\nloss.backward()", "maybe"),
         ("(loss * loss_scale).backward()", "maybe"),
-        ("loss = scaler.scale(loss) if amp else loss\nloss.backward()", "maybe"),
+        ("loss = scaler.scale(loss) if amp else loss\nlog(loss)\nloss.backward()", "maybe"),
         ("loss = scaler.scale(loss)\nloss = model(x)\nloss.backward()", "no"),
         ("torch.autograd.backward([scaler.scale(a), scaler.scale(b)])", "yes"),
     ],
@@ -85,6 +95,17 @@ def test_a_scaled_loss_is_followed_through_variables(text, scaled):
     """A backward is scaled, not scaled, or undecided."""
     (event,) = events(text + "\n", "backward")
     assert event.scaled == scaled
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(scaler.scale(loss) if amp else loss).backward()", "x = scaler.scale(loss) if amp else loss\nx.backward()"],
+)
+def test_a_chosen_loss_is_scaled_on_one_path(text):
+    """The two backwards exclude each other, like those of an `if` statement."""
+    first, second = events(text + "\n", "backward")
+    assert (first.scaled, first.guards) == ("yes", (("amp", True),))
+    assert (second.scaled, second.guards) == ("no", (("amp", False),))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early
 from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.objects.saving import saves
 from halfstep.check.script.objects.values import DTYPES, constant, text_of
 from halfstep.check.script.script import Script
@@ -97,6 +98,14 @@ class ScalerBeforeCreation(ScriptRule):
                 script.where(early.node),
                 f"`{early.key}` is read here through the call at {script.at(early.call)} before line {early.first} assigns it: AttributeError",
                 instead=f"assign `{early.key}` above that call",
+            )
+        for event in unbound_scalers(script):
+            key = event.local.scaler
+            error = "AttributeError" if key.startswith("self.") else "NameError"
+            yield self.finding(
+                script.where(event.node),
+                f"`{key}` is used here, and nothing in the file assigns it: {error}",
+                instead=f"{key} = torch.amp.GradScaler('cuda')",
             )
         reported: set[tuple[str, ast.AST]] = set()
         conditional: set[str] = set()

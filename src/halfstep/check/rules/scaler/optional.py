@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.absent import Absent, absent_scalers
+from halfstep.check.script.flow.conditions import holds_without, is_about
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
-from halfstep.check.script.objects.values import Scaler, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -57,7 +58,8 @@ for x, y in loader:
 """
 _AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
 _CONFIG = re.compile(r"^(self\.)?(args|opts?|cfg|config|conf|hp|hparams|flags|settings|params)\b", re.IGNORECASE)
-_USES = ("scaler_step", "update", "unscale", "scale")
+_OFF = re.compile(r"(^|[._])(no|not|disable|without)_|fp32|float32|full", re.IGNORECASE)
+_USES = ("scaler_step", "update", "unscale", "scale", "save_scaler", "load_scaler", "get_scale")
 
 
 class ScalerMayBeNone(ScriptRule):
@@ -92,55 +94,65 @@ class ScalerMayBeNone(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Uses without a test, in a function that tests elsewhere, of a scaler that is None unless a flag is set."""
-        for scaler in script.scalers:
-            flag = _creation_flag(script, scaler)
-            if flag is None:
-                continue
-            last = scaler.key.rsplit(".", 1)[-1]
-            uses = [e for e in script.events(*_USES) if e.scaler.rsplit(".", 1)[-1] == last]
-            tested = {e.function for e in uses if flag in e.guards or any(_is_scaler(g, last) for g in e.guards)}
-            # Where no line tests it, the flag must be an option that a run may set either way.
-            everywhere = not tested and _is_option(script, flag, scaler.function) and _is_mixed(flag)
-            bare = [
-                e
-                for e in uses
-                if (e.function in tested or (everywhere and not _is_amp_only(e, last)))
-                and _is_bare(script, e, flag, last)
-            ]
-            first = min(bare, key=lambda e: getattr(e.node, "lineno", 0), default=None)
-            if first is not None:
-                name = first.local.scaler
-                state = "is false" if flag.is_true else "is true"
-                yield self.finding(
-                    script.where(first.node),
-                    f"`{name}` is None when `{flag.text}` {state} ({script.at(scaler.node)}), and this line does not test it",
-                    instead=f"GradScaler(..., enabled={flag.text if flag.is_true else f'not {flag.text}'}) in both cases, "
-                    "or test it here as well",
-                )
+        """Uses without a test, of a scaler that is None unless a flag is set: one for each scaler."""
+        uses: dict[ast.AST, tuple[Event, Guard]] = {}
+        for absent in absent_scalers(script):
+            for flag in absent.flags:
+                first = min(_untested(script, absent, flag), key=_line, default=None)
+                known = uses.get(absent.scaler.node)
+                if first is not None and (known is None or _line(first) < _line(known[0])):
+                    uses[absent.scaler.node] = (first, flag)
+        for node, (event, flag) in uses.items():
+            state = "is false" if flag.is_true else "is true"
+            yield self.finding(
+                script.where(event.node),
+                f"`{event.local.scaler}` is None when `{flag.text}` {state} ({script.at(node)}), and this line does not test it",
+                instead=f"GradScaler(..., enabled={flag.text if flag.is_true else f'not {flag.text}'}) in both cases, "
+                "or test it here as well",
+            )
 
 
-def _creation_flag(script: Script, scaler: Scaler) -> Guard | None:
-    """The one condition under which a scaler is created, where it is None otherwise."""
-    parent = script.outline.parents.get(scaler.node)
-    if isinstance(parent, ast.IfExp) and parent.body is scaler.node:
-        if constant(parent.orelse) is not None:
-            return None
-        # `args.amp and device == "cuda"`: without the option the scaler is None, whatever the device.
-        parts = Conditions(script.outline, scaler.function).guards(parent.test, is_true=True)
-        plain = Guard(key_of(parent.test), is_true=True)
-        return plain if plain.text else next(filter(_is_mixed, parts), None)
-    bindings = script.outline.lookup(scaler.key, scaler.function)
-    others = [b for b in bindings if b.value is not scaler.node]
-    if not others or not all(b.index is None and b.value is not None and constant(b.value) is None for b in others):
-        return None
-    guards = {g for e in script.events("make_scaler") if e.node is scaler.node for g in e.guards}
-    return guards.pop() if len(guards) == 1 and all(g.text.replace(".", "").isidentifier() for g in guards) else None
+def _line(event: Event) -> int:
+    return getattr(event.node, "lineno", 0)
+
+
+def _untested(script: Script, absent: Absent, flag: Guard) -> list[Event]:
+    """The uses of a scaler that run without the flag, in functions that test it elsewhere or where nothing does."""
+    names = absent.names
+    uses = [e for e in script.events(*_USES) if e.scaler.rsplit(".", 1)[-1] in names and _is_method_call(e)]
+    tested = {e.function for e in uses if flag in e.guards or any(_is_scaler(g, names) for g in e.guards)}
+    tested |= {e.function for e in uses if any(other in e.guards for other in absent.flags if other != flag)}
+    tested |= {f for f in {e.function for e in uses} - tested if _tests(f, names)}
+    here = {e for e in absent.trace if e.kind in _USES}
+    # Where no line tests it, or where another function does, the flag must be an option that a run may set either way.
+    is_open = _is_option(script, flag, absent.scaler.function) and _is_mixed(flag)
+    everywhere = is_open and (not tested or absent.is_created)
+    return [
+        e
+        for e in uses
+        if e in here
+        and (e.function in tested or (everywhere and not _is_amp_only(e, names)))
+        and _is_bare(script, e, flag, absent)
+    ]
+
+
+def _is_method_call(event: Event) -> bool:
+    """Whether an event calls a method of the scaler, rather than passing it on."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return isinstance(func, ast.Attribute) and key_of(func.value) == event.local.scaler
+
+
+def _tests(function: Function, names: frozenset[str]) -> bool:
+    """Whether a function compares a scaler with None in a value, as for `enabled=scaler is not None`."""
+    asserted = {part for node in ast.walk(function.node) if isinstance(node, ast.Assert) for part in ast.walk(node)}
+    compared = [n for n in ast.walk(function.node) if isinstance(n, ast.Compare) and constant(n.comparators[0]) is None]
+    own = [n for n in compared if key_of(n.left).rsplit(".", 1)[-1] in names]
+    return bool(own) and not asserted.intersection(own)
 
 
 def _is_mixed(flag: Guard) -> bool:
-    """Whether a flag switches mixed precision on."""
-    return flag.is_true and is_amp(flag)
+    """Whether a flag switches mixed precision on, or is one that switches it off."""
+    return is_amp(flag) and flag.is_true != bool(_OFF.search(flag.text))
 
 
 def _is_option(script: Script, flag: Guard, function: Function) -> bool:
@@ -159,26 +171,29 @@ def _reads_option(value: ast.expr) -> bool:
     return any(isinstance(n, (ast.Attribute, ast.Subscript)) and _CONFIG.search(text_of(n)) for n in ast.walk(value))
 
 
-def _is_amp_only(event: Event, last: str) -> bool:
+def _is_amp_only(event: Event, names: frozenset[str]) -> bool:
     """Whether a function is for mixed precision by its name, or asserts that there is a scaler."""
     asserts = (n for n in ast.walk(event.function.node) if isinstance(n, ast.Assert))
-    return bool(_AMP_NAME.search(event.function.name)) or any(last in text_of(n.test) for n in asserts)
+    texts = [text_of(n.test) for n in asserts]
+    return bool(_AMP_NAME.search(event.function.name)) or any(name in text for text in texts for name in names)
 
 
-def _is_scaler(guard: Guard, last: str) -> bool:
+def _is_scaler(guard: Guard, names: frozenset[str]) -> bool:
     """Whether a condition is that there is a scaler."""
-    return guard.is_true and guard.text.rsplit(".", 1)[-1] == last
+    return guard.is_true and guard.text.rsplit(".", 1)[-1] in names
 
 
-def _is_bare(script: Script, event: Event, flag: Guard, last: str) -> bool:
+def _is_bare(script: Script, event: Event, flag: Guard, absent: Absent) -> bool:
     """Whether an event also runs where the flag is off: no condition excludes it, or may do so under another name."""
-    others = [g for g in event.guards if g != flag]
+    names = absent.names
+    others = [g for g in event.guards if g not in absent.flags]
     if flag in event.guards or not possible(event.guards, (flag.opposite,)):
         return False
-    if any(is_amp(g) or last in g.text for g in others):
+    doubtful = [g for g in others if is_amp(g) or is_about(g, flag) or any(n in g.text for n in names)]
+    if not all(holds_without(script.outline, event.function, g, flag) for g in doubtful):
         return False
     # A condition that varies within a run is not the flag; any other may imply it.
-    return not any(is_setting(script, g, event) and _may_imply(script, g, flag) for g in others)
+    return not any(is_setting(script, g, event) and _may_imply(script, g, flag) for g in others if not is_amp(g))
 
 
 def _may_imply(script: Script, guard: Guard, flag: Guard) -> bool:

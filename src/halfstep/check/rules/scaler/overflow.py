@@ -14,7 +14,7 @@ from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, swi
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.outline import MAX_BINDINGS
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["RULES"]
 
@@ -77,11 +77,7 @@ class OverflowRaises(TraceRule):
             return None
         if event.scaler.rsplit(".", 1)[-1] in {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}:
             return None  # bfloat16 does not overflow; HS120
-        after = [e for e in trace[index + 1 :] if e.function is event.function and e.kind in {"scaler_step", "update"}]
-        if not after or after[0].loops != event.loops:
-            return None
-        start, end = (getattr(e.node, "lineno", 0) for e in (event, after[0]))
-        place = next((n for n in _raising(script, event) if start < getattr(n, "lineno", 0) < end), None)
+        place = self._between(script, trace, index)
         if place is None:
             return None
         name = event.local.scaler
@@ -91,6 +87,31 @@ class OverflowRaises(TraceRule):
             instead="remove the test, or count the skipped steps and raise only after many in a row",
             severity=None if _is_float16(script) and _is_default(script, event) else "warning",
         )
+
+    @staticmethod
+    def _between(script: Script, trace: Trace, index: int) -> ast.AST | None:
+        """What raises between an unscale_ and the step, in its function or in one of its callers."""
+        event = trace[index]
+        for depth in range(len(event.roots), -1, -1):
+            after = [e for e in trace[index + 1 :] if e.kind in {"scaler_step", "update"} and len(e.roots) >= depth]
+            after = [e for e in after if e.roots[:depth] == event.roots[:depth]]
+            function = _function_at(script, event, depth)
+            if not after or function is None or after[0].loops != event.loops:
+                continue
+            start, end = (getattr((*e.roots, e.node)[depth], "lineno", 0) for e in (event, after[0]))
+            place = next((n for line, n in _raising(script, function) if start < line < end), None)
+            if place is not None:
+                return place
+        return None
+
+
+def _function_at(script: Script, event: Event, depth: int) -> Function | None:
+    """The function that is `depth` calls below the root of an event's trace."""
+    if depth == len(event.roots):
+        return event.function
+    outermost = list(script.above(event.roots[depth]))[-1]
+    functions = (script.outline.module, *script.outline.functions)
+    return next((f for f in functions if f.node is outermost), None)
 
 
 def _is_default(script: Script, event: Event) -> bool:
@@ -105,13 +126,24 @@ def _is_float16(script: Script) -> bool:
     return bool(regions) and all(a.dtype == "float16" for a in regions)
 
 
-def _raising(script: Script, event: Event) -> Iterator[ast.AST]:
+def _raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]]:
+    """What raises for a gradient that is not finite, in a function or in one that it calls, with the line of the function."""
+    for place in _raising_in(script, function):
+        yield getattr(place, "lineno", 0), place
+    unscaling = {e.function for e in script.events("unscale")}
+    for node in ast.walk(function.node):
+        target = script.outline.call_target(node, function) if isinstance(node, ast.Call) else None
+        if target is not None and target is not function and target not in unscaling:
+            yield from ((getattr(node, "lineno", 0), inner) for inner in _raising_in(script, target))
+
+
+def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
     """The lines of a function that raise for a gradient that is not finite."""
-    for node in ast.walk(event.function.node):
+    for node in ast.walk(function.node):
         if isinstance(node, ast.If) and any(isinstance(s, ast.Raise) for s in node.body):
-            if _tests_gradients(script, node.test, event):
+            if _tests_gradients(script, node.test, function):
                 yield next(s for s in node.body if isinstance(s, ast.Raise))
-        elif (isinstance(node, ast.Assert) and _tests_gradients(script, node.test, event)) or (
+        elif (isinstance(node, ast.Assert) and _tests_gradients(script, node.test, function)) or (
             isinstance(node, ast.Call) and text_of(node.func).endswith("clip_grad_norm_") and _is_strict(node)
         ):
             yield node
@@ -122,7 +154,7 @@ def _is_strict(call: ast.Call) -> bool:
     return constant(argument(call, 3, "error_if_nonfinite")) is True
 
 
-def _tests_gradients(script: Script, test: ast.expr, event: Event) -> bool:
+def _tests_gradients(script: Script, test: ast.expr, function: Function) -> bool:
     """Whether a test is whether gradients are finite, directly or through a variable: `bad = first_nonfinite_grad(model)`."""
     text = text_of(test)
     names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
@@ -130,7 +162,7 @@ def _tests_gradients(script: Script, test: ast.expr, event: Event) -> bool:
     values = [
         b.value
         for b in bound
-        if b.function is event.function and getattr(b.node, "lineno", 0) <= test.lineno and b.value is not None
+        if b.function is function and getattr(b.node, "lineno", 0) <= test.lineno and b.value is not None
     ]
     texts = [text, *map(text_of, values[-3:])]
     if any(_LENIENT.search(t) for t in (text, *names)) or _LOSS.search(text):

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.unbound import is_bound
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import Imported, chain
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 
@@ -314,7 +315,7 @@ class AmpNotImported(ScriptRule):
         for name in ("GradScaler", "autocast"):
             for call, function in outline.calls.get(name, ()):
                 parts = chain(call.func)
-                if parts not in {(name,), ("amp", name)} or _is_bound(script, parts[0], function):
+                if parts not in {(name,), ("amp", name)} or is_bound(script, parts[0], function):
                     continue
                 module = "from torch import amp" if parts[0] == "amp" else f"from torch.amp import {name}"
                 yield self.finding(
@@ -322,31 +323,6 @@ class AmpNotImported(ScriptRule):
                     f"`{parts[0]}` is not imported in this file: NameError",
                     instead=module,
                 )
-
-
-def _is_bound(script: Script, name: str, function: Function) -> bool:
-    """Whether anything in a file may bind a name: an import, an assignment, a definition or a parameter."""
-    outline = script.outline
-    if name in outline.names.table or name in outline.classes or outline.bindings.get(name):
-        return True
-    if any(f.name == name or name in f.params for f in (function, *outline.functions)):
-        return True
-    for node in ast.walk(script.tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            return True
-        if isinstance(node, ast.Name) and (
-            node.id in {"globals", "exec"} or (node.id == name and not isinstance(node.ctx, ast.Load))
-        ):
-            return True
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)) and node.name == name:
-            return True
-        if isinstance(node, (ast.arg, ast.alias)) and name in {
-            getattr(node, "arg", ""),
-            getattr(node, "asname", ""),
-            getattr(node, "name", ""),
-        }:
-            return True
-    return False
 
 
 RULES: tuple[type[Rule], ...] = (DeprecatedAmp, AmpNotImported)

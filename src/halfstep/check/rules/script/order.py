@@ -10,8 +10,10 @@ from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.gradients import (
     checked_by_hand,
+    is_other_choice,
     is_trial,
     measures_only,
+    scaled_elsewhere,
     skipped_unscale,
     unscaled_between,
 )
@@ -245,9 +247,8 @@ class StepBypassesScaler(TraceRule):
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]) or self._has_scaler(script, event):
             return None
-        if any(
-            e.kind == "scaler_step" and not (set(e.guards) <= set(event.guards)) for e in trace[start:]
-        ) and exclusive(trace, event, "scaler_step"):
+        apart = any(e.kind == "scaler_step" and not (set(e.guards) <= set(event.guards)) for e in trace[start:])
+        if apart and exclusive(trace, event, "scaler_step") and not is_other_choice(script, trace, start, index):
             return None
         mine = [
             e for e in between(trace, start, index, "scaler_step", "unscale") if e.optimizer in {event.optimizer, ""}
@@ -341,20 +342,20 @@ class ClipBeforeUnscale(TraceRule):
         if without_amp(event):
             return None
         start = scaled_before(trace, index)
-        if start is None or switched_off(script, trace[start]):
-            return None
-        if unscaled_between(script, trace, start, index) or measures_only(event.node):
+        back = trace[start] if start is not None else scaled_elsewhere(script, trace, index)
+        is_unscaled = start is not None and unscaled_between(script, trace, start, index)
+        if back is None or switched_off(script, back) or is_unscaled or measures_only(event.node):
             return None  # HS110 reports a norm that is only measured
-        unless = skipped_unscale(script, trace, start, index)
-        scaler = trace[start].scaler
-        following = next((i for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler), None)
-        optimizer = trace[following].optimizer if following is not None else ""
+        unless = skipped_unscale(script, trace, start, index) if start is not None else ""
+        scaler = back.scaler
+        steps = (trace[i] for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler)
+        optimizer = next((step.optimizer for step in steps), "")
         return self.finding(
             script.where(event.node),
             f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`"
             + (f", unless `{unless}`" if unless else ""),
             instead=f"call {scaler}.unscale_({optimizer or 'optimizer'}) before clipping",
-            fix=unscale_fix(script, trace, start, index),
+            fix=unscale_fix(script, trace, start, index) if start is not None else None,
             severity="warning" if unless else None,
         )
 

@@ -185,17 +185,31 @@ class OverflowKeepsScale(TraceRule):
         later = [e for e in trace[index + 1 :] if compatible(e, event) and e.loops[:1] == event.loops[:1]]
         uses = [e for e in later if e.kind in {"unscale", "scaler_step", "update", "handed"}]
         updates = [e for e in uses if e.kind == "update"]
-        depth = len(event.roots)
-        skip = _find_skip(script, event, depth) if updates else None
-        if skip is None or not _reads_gradients(script, skip, event) or any(e.kind == "handed" for e in uses):
-            return None
-        if not all(_is_past(script, e, event, depth, skip) for e in uses):
-            return None
+        depths = range(len(event.roots), -1, -1) if updates and all(e.kind != "handed" for e in uses) else ()
+        skips = [(d, skip) for d in depths if (skip := _find_skip(script, event, d)) is not None]
+        past = [skip for d, skip in skips if all(_is_past(script, e, event, d, skip) for e in uses)]
+        skip = next((skip for skip in past if _reads_gradients(script, skip, event)), None)
+        if skip is None:
+            return self._in_branch(script, event, uses, updates) if depths and not skips else None
         name = updates[0].local.scaler
         return self.finding(
             script.where(skip.test),
             f"{script.at(skip.body[-1])} skips `{name}.step` and `{name}.update()` when the gradients overflow: the scale does not shrink, "
             "and the next batch overflows as well",
+            instead=f"remove the test: {name}.step skips such a step, and {name}.update() lowers the scale",
+        )
+
+    def _in_branch(self, script: Script, event: Event, uses: list[Event], updates: list[Event]) -> Finding | None:
+        """The finding for `if isfinite(norm):` around every use of the scaler after the backward."""
+        depths = range(len(event.roots), -1, -1)
+        branch = next((b for d in depths if (b := _find_branch(script, event, d, uses)) is not None), None)
+        if branch is None or not _reads_gradients(script, branch, event):
+            return None
+        name = updates[0].local.scaler
+        return self.finding(
+            script.where(branch.test),
+            f"where the gradients overflow, neither `{name}.step` nor `{name}.update()` runs: the scale does not shrink, and the next batch "
+            "overflows as well",
             instead=f"remove the test: {name}.step skips such a step, and {name}.update() lowers the scale",
         )
 
@@ -207,7 +221,8 @@ def _reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
     targets = [script.outline.call_target(call, event.function) for call in calls]
     names = [name for part in (*parts, *(t.node for t in targets if t is not None)) for name in _names(part)]
     is_loss = any("loss" in name.lower() for name in _names(test.test))
-    return not is_loss and any("grad" in name.lower() for name in names) and any(map(_INFINITE.search, names))
+    is_gradient = any("grad" in name.lower() or "total_norm" in name.lower() for name in names)
+    return not is_loss and is_gradient and any(map(_INFINITE.search, names))
 
 
 def _place(script: Script, event: Event, depth: int) -> ast.stmt:
@@ -316,6 +331,10 @@ def _tests_gradients(script: Script, test: ast.If, function: ast.AST) -> bool:
     assigned = [name for value in _values(script, test, function) for name in _names(value)]
     if any(is_amp((name, True)) for name in tested):
         return False
+    own = next((f for f in script.outline.functions if f.node is function), script.outline.module)
+    calls = (node for node in ast.walk(test.test) if isinstance(node, ast.Call))
+    targets = [target for call in calls if (target := script.outline.call_target(call, own)) is not None]
+    assigned += [name for target in targets for name in _names(target.node)]  # `if self.gradients_are_finite():`
     compared = [name for part in ast.walk(test.test) if _is_threshold(part) for name in _names(part)]
     return any(map(_FINITE.search, (*tested, *assigned))) or any(map(_NORM.search, compared))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.gradients import backward_of_other_branch
+from halfstep.check.script.flow.gradients import backward_of_other_branch, clears, never_stepped
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -119,7 +119,7 @@ class KeptAfterOverflow(TraceRule):
         _SKIP.format(start="", skip="optimizer.zero_grad()\n        ", end="    optimizer.zero_grad()\n"),
     )
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
-    kinds = ("opt_step",)
+    kinds = ("opt_step", "scaler_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step under a test of the gradients, with every clearing of them under the same test."""
@@ -134,6 +134,8 @@ class KeptAfterOverflow(TraceRule):
         for guard in event.guards:
             if guard in back.guards or not _tests_gradients(script, guard, event):
                 continue
+            if event.kind == "scaler_step" and all(guard in e.guards for e in trace if e.kind == "update"):
+                continue  # HS112 and HS157 report the update that is missing
             place = _skipped(event, guard) if cleared and all(guard in e.guards for e in cleared) else None
             if place is None:
                 continue
@@ -163,7 +165,8 @@ def _skipped(event: Event, guard: Guard) -> ast.AST | None:
         condition, is_true = test.test, guard.is_true
         while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
             condition, is_true = condition.operand, not is_true
-        if text_of(condition) == guard.text:
+        either = condition.values if isinstance(condition, ast.BoolOp) and not guard.is_true else [condition]
+        if guard.text in map(text_of, either):
             other = test.orelse if is_true else test.body
             if other and isinstance(other[-1], (ast.Raise, ast.Break)):
                 return None
@@ -211,11 +214,14 @@ class MisplacedZeroGrad(TraceRule):
         use = trace[step]
         if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
             return None
-        if not trace[back].function is event.function is use.function:
+        if not event.loops and not trace[back].function is event.function is use.function:
             return None
-        if not _clears(trace, event, use) or not only_settings(script, event, use):
+        if not clears(trace, event, use) or not only_settings(script, event, use):
             return None
-        if not only_settings(script, event, trace[back]) or not only_settings(script, use, trace[back]):
+        # Both at the end of one window, or neither.
+        together = [g for g in event.accumulating if g in use.guards]
+        early, late = (replace(e, guards=tuple(g for g in e.guards if g not in together)) for e in (event, use))
+        if not only_settings(script, early, trace[back]) or not only_settings(script, late, trace[back]):
             return None
         if between(trace, back, step, "grad_read", "handed", "autograd_grad") or _moves_gradients(
             script, trace[back], use
@@ -258,10 +264,17 @@ class MisplacedZeroGrad(TraceRule):
                 f"{script.where(other.node).line}), so nothing is trained here",
                 instead="loss.backward() before the step",
             )
+        if event.kind == "opt_step" and (back := never_stepped(script, trace, index)) is not None:
+            return self.finding(
+                script.where(back.node),
+                f"no step follows this backward: `{event.local.optimizer}.step()` (line {script.where(event.node).line}) is in the other "
+                "branch, so nothing is trained here",
+                instead=f"{back.local.scaler}.step({event.local.optimizer}) and {back.local.scaler}.update()",
+            )
         if not event.loops or _OTHER_WAYS.search(script.source.text) or script.has("owned_step", "engine_step"):
             return None
         before = next(earlier(trace, index, *_BACKWARDS), None)
-        if before is None or trace[before].function is not event.function or without_amp(event):
+        if before is None or without_amp(event):
             return None
         back = trace[before]
         if back.loops[: len(event.loops)] != event.loops or any(e.kind == "handed" for e in trace):
@@ -314,14 +327,6 @@ def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
             inner = script.outline.values(key, function) if key else [call.args[0]]
             return bool(inner) and all(option in plain or option is value for option in inner)
     return False
-
-
-def _clears(trace: Trace, event: Event, use: Event) -> bool:
-    """Whether a zero_grad clears what a step uses: of its optimizer, or of the one model that runs where one optimizer steps."""
-    if not event.optimizer or event.optimizer == use.optimizer:
-        return bool(event.optimizer)
-    models = {e.subject for e in trace if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")}
-    return models == {event.optimizer} and len({e.optimizer for e in trace if e.kind in STEPS}) == 1
 
 
 def _moves_gradients(script: Script, first: Event, last: Event) -> bool:

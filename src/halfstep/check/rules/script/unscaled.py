@@ -24,7 +24,7 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.origin import comes_from_call, region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
-from halfstep.check.script.objects.modules import regions_in_forward
+from halfstep.check.script.objects.modules import is_on, is_on_by_default, regions_in_forward
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, is_misplaced, text_of
@@ -78,7 +78,9 @@ class Fp16WithoutScaler(TraceRule):
         yield from super().check(script)
         for call, function in script.outline.calls.get("autocast", ()):
             owner = loop_class(script, function.cls) if function.name in _MODULE_STEPS else None
-            if owner is None or owner.base != "automatic" or owner.precision not in {"fp32", "bf16"}:
+            if owner is None or owner.base not in {"automatic", "manual"} or owner.precision not in {"fp32", "bf16"}:
+                continue
+            if owner.base == "manual" and has_scaler(script):
                 continue
             region = next((a for a in script.autocasts if a.node is call), None)
             if region is None or region.dtype != "float16" or region.enabled != "yes" or in_no_grad(script, call):
@@ -166,7 +168,7 @@ class Fp16WithoutScaler(TraceRule):
         if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
         opened = region_of_loss(script, trace, index)
-        if opened is None or any(map(is_amp, opened.guards)) or not _is_always(opened):
+        if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
             return None
         if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
             return None  # `dtype == "float16"`, where the region shows that it is
@@ -261,7 +263,7 @@ class Fp16WithoutScaler(TraceRule):
         if opened is None or opened.loops != event.loops or opened.inside("no_grad"):
             return None
         regions = opened.regions[-1].autocasts
-        if not all("float16" in a.dtypes and _is_on(a) for a in regions):
+        if not all("float16" in a.dtypes and is_on(a) for a in regions):
             return None
         is_certain, first = all(a.dtype == "float16" for a in regions), regions[0]
         if not is_certain and (UNKNOWN in first.dtypes or _tests_format(first, opened, event)):
@@ -277,7 +279,7 @@ class Fp16WithoutScaler(TraceRule):
     def _decorated(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a loss of a function that a decorator runs under float16 autocast."""
         event = trace[index]
-        for called in (event, *(trace[i] for i in earlier(trace, index, "forward"))):
+        for called in (event, *(trace[i] for i in earlier(trace, index, "forward", "enter_function"))):
             region = called.autocast()
             if region is None or called.inside("no_grad") or not _is_decorator(region.node, called):
                 continue
@@ -300,7 +302,9 @@ class Fp16WithoutScaler(TraceRule):
             if call.loops != event.loops or call.function is not event.function or call.inside("no_grad"):
                 continue
             regions = regions_in_forward(script.outline, call.subject, call.function)
-            if regions and all(a.dtype == "float16" and _is_on(a) for a in regions):
+            if regions and all(
+                a.dtype == "float16" and (is_on(a) or is_on_by_default(script.outline, a)) for a in regions
+            ):
                 line = regions[0].node.lineno
                 return self.finding(
                     script.where(event.node),
@@ -331,15 +335,8 @@ def _is_chosen(script: Script, region: Autocast) -> bool:
     return any(_FORMAT.search(test) for test in tests)
 
 
-def _is_always(opened: Event) -> bool:
-    return all(a.dtype == "float16" and _is_on(a) for a in opened.regions[-1].autocasts)
-
-
-def _is_on(region: Autocast) -> bool:
-    """Whether a region is enabled on a GPU: always, or by a test of the device (`nullcontext() if device == "cpu" else ...`)."""
-    return region.enabled == "yes" or bool(
-        re.fullmatch(r"[\w.]+\.is_cuda|[\w.]+ == ['\"](cuda|cpu)['\"]", region.enabled)
-    )
+def _is_always_float16(opened: Event) -> bool:
+    return all(a.dtype == "float16" and is_on(a) for a in opened.regions[-1].autocasts)
 
 
 def _is_wider(region: str, scaler: str) -> bool:

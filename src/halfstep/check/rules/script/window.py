@@ -26,7 +26,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of, window_of
 from halfstep.check.script.objects.engines import last_name, scaling_accelerator
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import is_one, key_of
 
 __all__ = ["RULES"]
 
@@ -112,7 +112,7 @@ class DoubleUnscale(TraceRule):
         event = trace[index]
         if event.kind == "owned_clip":
             return self._clipped_twice(script, trace, index)
-        if not event.optimizer or "[" in event.optimizer:
+        if not is_one(event.optimizer):
             return None
         for i in earlier(trace, index, "unscale", "scaler_step", "update", "backward"):
             before = trace[i]

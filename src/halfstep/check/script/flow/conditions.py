@@ -10,11 +10,12 @@ import ast
 import re
 
 from halfstep.check.script.flow.event import Guard
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 
-__all__ = ["Conditions", "leaves_block", "leaving"]
+__all__ = ["Conditions", "holds_without", "is_about", "leaves_block", "leaving"]
 
 _MIRRORED: dict[type[ast.cmpop], str] = {
     ast.Lt: ">",
@@ -50,6 +51,21 @@ class Conditions:
                 Guard(text_of(test), is_true),
             )
         return (Guard(self._flag(test), is_true),)
+
+    def decided(self, test: ast.expr) -> bool | None:
+        """The truth value of a test whether there is a scaler, where the whole file assigns it only None, or only scalers."""
+        guards = self.guards(test, is_true=True)
+        key = guards[0].text if len(guards) == 1 else ""
+        last = key.rsplit(".", 1)[-1]
+        if "scaler" not in last.lower() or not key.replace(".", "").isidentifier():
+            return None
+        bindings = self.outline.lookup(key, self.function)
+        if not 0 < len(bindings) <= MAX_BINDINGS or any(last in function.params for function in self.outline.functions):
+            return None
+        if all(isinstance(b.value, ast.Constant) and b.value.value is None for b in bindings):
+            return not guards[0].is_true
+        made = (isinstance(b.value, ast.Call) and make_scaler(self.outline, b.value, b.function) for b in bindings)
+        return guards[0].is_true if all(made) else None
 
     def _joined(self, test: ast.BoolOp) -> str:
         """The text of `a or b`, its parts written like those of single guards where each of them is one."""
@@ -124,6 +140,32 @@ class Conditions:
             method = self.outline.classes.get(self.function.cls, {}).get(name[len("self.") :])
         last = method.body[-1] if method is not None and method.body else None
         return last.value if isinstance(last, ast.Return) else None
+
+
+def holds_without(outline: Outline, function: Function, guard: Guard, flag: Guard) -> bool:
+    """Whether a condition tests the same variable as a flag and also holds without it: `precision in ("fp16", "bf16")`."""
+    bindings = outline.lookup(guard.text, function)
+    value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+    tests = Conditions(outline, function).guards(value, is_true=guard.is_true) if value is not None else ()
+    subject = flag.text.partition(" ")[0]
+    parts = tests or (guard,)
+    if " " not in flag.text or not all(is_about(part, flag) and part.text != subject for part in parts):
+        return False
+    # `x != "fp32"` holds for another value than that of the flag only if the file names one.
+    values = [Guard(f"{subject} == {value!r}", is_true=True) for value in _compared(outline, subject)]
+    return any(possible((v,), parts) and possible((v,), (flag.opposite,)) for v in values)
+
+
+def is_about(guard: Guard, flag: Guard) -> bool:
+    """Whether two conditions test the same variable: `precision == "fp16"` and `precision != "fp32"`."""
+    return guard.text.partition(" ")[0] == flag.text.partition(" ")[0]
+
+
+def _compared(outline: Outline, subject: str) -> set[str]:
+    """The strings that a file compares a variable with."""
+    tests = [n for n in ast.walk(outline.module.node) if isinstance(n, ast.Compare) and text_of(n.left) == subject]
+    parts = (part for test in tests for comparator in test.comparators for part in ast.walk(comparator))
+    return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
 def _counts(value: ast.expr) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.conditions import Conditions, holds_without
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
@@ -117,7 +117,7 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     """The setting without which a scaler is never assigned, if the event uses it whatever that setting is."""
     _, scope, bindings = _start(script, event)
     if event.scaler.startswith("self."):
-        is_init = len(bindings) == 1 and bindings[0].function.name == "__init__"
+        is_init = len(bindings) == 1 and _is_setup(script, bindings[0].function)
         scope = bindings[0].function if is_init and bindings[0].function.cls == event.function.cls else None
         if scope is not None and event.scaler.removeprefix("self.") in script.outline.classes.get(scope.cls, {}):
             return None  # a property
@@ -136,11 +136,26 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     if not missing or not all(_is_fixed(script, g, creation) and not _DEVICE.search(g.text) for g in missing):
         return None
     others = [guard for guard in used if guard not in guards]
+    others = [g for g in others if not holds_without(script.outline, event.function, g, missing[0])]
     if any(is_amp(guard) or guard.text.startswith("except@") for guard in others):
         return None  # another name for the same setting
     if not all(map(is_amp, missing)) and any(is_setting(script, guard, event) for guard in others):
         return None  # `args.train` and `mode == "train"` may be the same
     return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
+
+
+def _is_setup(script: Script, function: Function) -> bool:
+    """Whether a method always runs before the others: `__init__`, or one that methods of the class call without a condition."""
+    if function.name == "__init__":
+        return True
+    calls = script.outline.calls.get(function.name, ()) if function.method else ()
+    if not calls or _AMP_NAME.search(function.name):
+        return False
+    delays = (ast.If, ast.IfExp, ast.BoolOp, ast.Lambda, ast.Try)
+    return all(
+        caller.cls == function.cls and not any(isinstance(node, delays) for node in script.above(call))
+        for call, caller in calls
+    )
 
 
 def _tests_around(script: Script, binding: Binding) -> tuple[Guard, ...]:

@@ -82,6 +82,8 @@ def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> l
         for decorator in getattr(function.node, "decorator_list", ())
         if (region := walk.region(decorator, (), 0)).kind in {"autocast", "no_grad"}
     )
+    if any(region.kind == "autocast" for region in regions):
+        walk.items.append(Event("enter_function", function.node, function, regions=regions))
     walk.block(function.body, (), (), regions)
     return walk.items
 
@@ -124,13 +126,17 @@ class _Walk:
             branch: ast.If = node
             while True:
                 self.expression(branch, guards, loops, regions)
-                self.block(branch.body, (*guards, *self.tests.guards(branch.test, is_true=True)), loops, regions)
-                if len(guards) <= MAX_GUARDS:
+                decided = self.tests.decided(branch.test)
+                if decided is not False:
+                    own = () if decided else self.tests.guards(branch.test, is_true=True)
+                    self.block(branch.body, (*guards, *own), loops, regions)
+                if decided is None and len(guards) <= MAX_GUARDS:
                     guards = (*guards, *self.tests.guards(branch.test, is_true=False))
                 if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
                     branch = branch.orelse[0]
                     continue
-                self.block(branch.orelse, guards, loops, regions)
+                if decided is not True:
+                    self.block(branch.orelse, guards, loops, regions)
                 return
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self.expression(node, guards, loops, regions)

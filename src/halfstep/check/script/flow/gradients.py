@@ -10,7 +10,7 @@ import ast
 import re
 
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
-from halfstep.check.script.flow.order import STEPS, between, is_amp, is_setting, rebound_between
+from halfstep.check.script.flow.order import STEPS, between, implied, is_amp, is_setting, rebound_between
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -20,8 +20,12 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = [
     "backward_of_other_branch",
     "checked_by_hand",
+    "clears",
+    "is_other_choice",
     "is_trial",
     "measures_only",
+    "never_stepped",
+    "scaled_elsewhere",
     "skipped_unscale",
     "unscaled_between",
 ]
@@ -30,6 +34,7 @@ _INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torc
 _TESTS = re.compile(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGNORECASE)
 # Calls that may compute gradients themselves.
 _COMPUTES = re.compile(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|update|closure|engine|strategy", re.IGNORECASE)
+_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _COMMON = {
     "args",
@@ -122,6 +127,59 @@ def backward_of_other_branch(script: Script, trace: Trace, index: int) -> Event 
             if step.node in inside and back is not None:
                 return back if _computes_only_loss(inside, step, back) else None
     return None
+
+
+def never_stepped(script: Script, trace: Trace, index: int) -> Event | None:
+    """The scaled backward whose branch has no step, where the plain backward of the other branch has this one.
+
+    None if anything in the file may step with the scaler.
+    """
+    step = trace[index]
+    others = ("scaler_step", "owned_step", "engine_step", "handed", "unscale", "update", "autograd_grad")
+    if not step.loops or script.has(*others):
+        return None
+    backs = [e for e in trace if e.kind == "backward" and e.loops == step.loops and e.function is step.function]
+    scaled = [e for e in backs if e.scaled == "yes" and not compatible(e, step)]
+    plain = [e for e in backs if e.scaled == "no" and compatible(e, step)]
+    schedules = {e.node for e in script.events("sched_step")}
+    passed = [c for c, _ in script.outline.calls.get("step", ()) if c.args and c not in schedules]
+    return scaled[0] if scaled and plain and len(scaled) + len(plain) == len(backs) and not passed else None
+
+
+def clears(trace: Trace, event: Event, use: Event) -> bool:
+    """Whether a zero_grad clears what a step uses: of its optimizer, or of the one model that runs where one optimizer steps."""
+    if not event.optimizer or event.optimizer == use.optimizer:
+        return bool(event.optimizer)
+    models = {e.subject for e in trace if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")}
+    return models == {event.optimizer} and len({e.optimizer for e in trace if e.kind in STEPS}) == 1
+
+
+def is_other_choice(script: Script, trace: Trace, start: int, index: int) -> bool:
+    """Whether a setting that has nothing to do with mixed precision chooses between the step of the scaler and this one."""
+    back, event = trace[start], trace[index]
+    others = {g for e in trace[start:] if e.kind == "scaler_step" for g in e.guards}
+    decisive = [g for g in event.guards if g.opposite in others]
+    enabled = " ".join(s.enabled for s in script.scalers_named(back.scaler))
+    return (
+        bool(decisive)
+        and implied(back, event)
+        and all(is_setting(script, g, event) and not is_amp(g) and not _DEVICE.search(g.text) for g in decisive)
+        and not any(word in enabled for g in decisive for word in set(_WORD.findall(g.text)) - _COMMON)
+        and all(s.enabled in {"yes", "no"} or is_amp((s.enabled, True)) for s in script.scalers_named(back.scaler))
+    )
+
+
+def scaled_elsewhere(script: Script, trace: Trace, index: int) -> Event | None:
+    """The scaled backward of another method, for an event before a scaler's step in a class that no line of the file unscales."""
+    event = trace[index]
+    if not event.function.cls or "unscale_" in script.outline.calls or script.has("handed", "get_scale", "owned_step"):
+        return None
+    if any(e.kind in {"backward", "owned_backward", "autograd_grad"} for e in trace):
+        return None
+    steps = [e for e in trace[index + 1 :] if e.kind == "scaler_step" and compatible(e, event)]
+    backs = [e for e in script.near(event, "backward", "owned_backward") if e.function.cls == event.function.cls]
+    own = [e for e in backs if e.scaled == "yes" and any(e.scaler == step.scaler for step in steps)]
+    return own[0] if own and all(e.scaled == "yes" or not compatible(e, event) for e in backs) else None
 
 
 def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:

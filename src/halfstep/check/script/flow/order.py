@@ -18,7 +18,7 @@ from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumu
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Scaler, argument, make_scaler
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import is_one, key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = [
@@ -223,7 +223,7 @@ def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
 
 def changes_in_loop(script: Script, event: Event) -> bool:
     """Whether a step's optimizer may be another in each iteration, or the step may end its loop."""
-    if not event.local.optimizer or "[" in event.local.optimizer or "[" in event.optimizer:
+    if not is_one(event.local.optimizer) or not is_one(event.optimizer):
         return True
     loops = loops_around(script, event)
     if not loops:

@@ -27,7 +27,7 @@ def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
         if opened.inside("no_grad"):
             continue  # of a reference or teacher
         around = any(region.node is opened.regions[-1].node for region in event.regions)
-        if not around and opened.function is event.function and opened.loops != event.loops:
+        if not around and opened.function is event.function and opened.loops[: len(event.loops)] != event.loops:
             return None
         if disabled is not None:
             # `with autocast(enabled=False): loss = criterion(outputs)`: the gradients go on through the model.

@@ -8,14 +8,23 @@ a class to the classes of its submodules.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.objects.values import Autocast, autocasts_of
+from halfstep.check.script.objects.values import Autocast, autocasts_of, constant
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["WRAPS", "attribute_values", "classes_under_autocast", "created_classes", "regions_in_forward"]
+__all__ = [
+    "WRAPS",
+    "attribute_values",
+    "classes_under_autocast",
+    "created_classes",
+    "is_on",
+    "is_on_by_default",
+    "regions_in_forward",
+]
 
 WRAPS = {
     "torch.nn.DataParallel": "dp",
@@ -160,3 +169,23 @@ def _parts(outline: Outline, name: str) -> set[str]:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
                 parts |= {inner for value in node.args for inner in created_classes(outline, value)}
     return parts - {name}
+
+
+def is_on(region: Autocast) -> bool:
+    """Whether a region is enabled on a GPU: always, or by a test of the device (`nullcontext() if device == "cpu" else ...`)."""
+    return region.enabled == "yes" or bool(
+        re.fullmatch(r"[\w.]+\.is_cuda|[\w.]+ == ['\"](cuda|cpu)['\"]", region.enabled)
+    )
+
+
+def is_on_by_default(outline: Outline, region: Autocast) -> bool:
+    """Whether an attribute of a model enables its region, and is true unless a caller changes it: `use_fp16=True`."""
+    bindings = outline.bindings.get(region.enabled, ()) if region.enabled.startswith("self.") else ()
+    for binding in bindings:
+        a = getattr(binding.function.node, "args", ast.arguments([], [], None, [], [], None, []))
+        plain = [*a.posonlyargs, *a.args]
+        defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+        value = binding.value
+        if constant(defaults.get(value.id, value) if isinstance(value, ast.Name) else value) is not True:
+            return False
+    return bool(bindings)

@@ -180,6 +180,7 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
             parts = [node.func.value]
     elif key := key_of(node):
         yield key
+        yield from _collected(outline, key, function)
         collections = [v for v in outline.values(key, function) if _is_collection(v)]
         for value in collections[:MAX_DEPTH]:
             yield from _members(outline, value, function, depth + 1)
@@ -190,6 +191,20 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
     for part in parts:
         if part is not None:
             yield from _members(outline, part, function, depth + 1)
+
+
+def _collected(outline: Outline, key: str, function: Function) -> Iterator[str]:
+    """The scalers that the calls of a function pass for its `*objects` or `**objects`; the calls themselves show the others."""
+    arguments = getattr(function.node, "args", None)
+    if arguments is None or key not in {getattr(a, "arg", "") for a in (arguments.vararg, arguments.kwarg)}:
+        return
+    for call, caller in outline.calls.get(function.name, ()):
+        if outline.call_target(call, caller) is function:
+            values = [
+                *call.args[len(arguments.args) :],
+                *(k.value for k in call.keywords if k.arg not in function.params),
+            ]
+            yield from (key for key in map(key_of, values) if "scaler" in key)
 
 
 def _is_collection(node: ast.expr) -> bool:

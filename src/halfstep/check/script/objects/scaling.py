@@ -101,6 +101,11 @@ def _is_other_scaler(script: Script, name: str) -> bool:
     """Whether a name is the class itself, or a scaler of data: `StandardScaler`, or a variable that only is one."""
     if name == "GradScaler" or is_data_scaler(name) or _is_only_saved(script, name):
         return True
+    keys = [key for key in script.outline.bindings if key.rsplit(".", 1)[-1] == name]
+    bound = [b.value for key in keys for b in script.outline.bindings[key]]
+    is_param = any(name in function.params for function in script.outline.functions)
+    if bound and not is_param and all(v is not None and constant(v) is None for v in bound):
+        return True  # it is always None
     values = [b.value for b in script.outline.bindings.get(name, ())]
     calls = [text_of(v.func) for v in values if isinstance(v, ast.Call)]
     return bool(calls) and len(calls) == len(values) and all(map(is_data_scaler, calls))

@@ -8,11 +8,13 @@ Nothing is imported for this: only the import statements of the script itself ar
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Imported", "Names", "chain", "key_of", "read_names"]
+__all__ = ["Imported", "Names", "chain", "is_one", "key_of", "read_names"]
 
+_BY_VARIABLE = re.compile(r"\[(?!['\"]|-?\d)")
 # The names that a star import from these modules binds, as far as rules need them.
 _STARS = {
     "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
@@ -101,6 +103,11 @@ def key_of(node: ast.AST | None) -> str:
             return ""
         node = node.value
     return ""
+
+
+def is_one(key: str) -> bool:
+    """Whether a variable's text means the same object at every use: `opts["g"]` does, `opts[i]` may not."""
+    return bool(key) and not _BY_VARIABLE.search(key)
 
 
 def read_names(statements: Iterable[tuple[ast.Import | ast.ImportFrom, bool]]) -> Names:

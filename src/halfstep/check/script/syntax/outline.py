@@ -144,15 +144,18 @@ class Outline:
         func = call.func
         target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
-            owner = key_of(func.value)
-            is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
-            classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
-            # Of two classes, such as a scaler and its replacement, neither is certain.
-            cls = classes.pop() if len(classes) == 1 else None
-            # A class that is also imported is the replacement for a failed import.
-            if cls and cls in self.classes and cls not in self.names.table:
-                return self._method(cls, func.attr)
+            target = self._method_of(key_of(func.value), func.attr, function)
+        if target is None and "scal" not in _last(func).lower():  # what is called a scaler may do all of a step
+            target = self._method_of(key_of(func), "__call__", function)
         return target
+
+    def _method_of(self, owner: str, name: str, function: Function) -> Function | None:
+        """The method of an object that is created from one class of this file."""
+        is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
+        classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
+        # Of two classes, such as a scaler and its replacement, neither is certain; one that is also imported is one.
+        cls = classes.pop() if len(classes) == 1 else None
+        return self._method(cls, name) if cls in self.classes and cls not in self.names.table else None
 
     def possible_targets(self, call: ast.Call, function: Function) -> list[Function]:
         """The methods that a call may run on an object that is created from one of several classes of this file."""

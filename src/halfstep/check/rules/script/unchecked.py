@@ -1,0 +1,308 @@
+"""HS115: an update or a step that finds no gradients checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    implied,
+    is_amp,
+    is_setting,
+    loops_around,
+    switched_off,
+    without_amp,
+)
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import depth_without_optimizers
+from halfstep.check.script.objects.owners import optimized_models
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["RULES"]
+
+_CAUGHT = re.compile(
+    r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b"
+)  # what a forward out of memory raises
+_BATCH = re.compile(
+    r"step|batch|iter(?!ator)", re.IGNORECASE
+)  # functions that a caller in another file runs once per batch
+_WORD = re.compile(r"[A-Za-z_]\w+")
+_SETTINGS = re.compile(r"\b(args|cfg|config|conf|hparams|opts?|self)\.")  # two settings of one object are two variables
+_START = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+"""
+_SKIPPING = _START + "    scaler.scale(loss).backward()\n    norm = measure(model)\n{step}"
+_LOSS = _START + "{backward}"
+_BOTH = "    scaler.step(optimizer)\n    scaler.update()\n"
+_ACCUMULATING = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y) / steps
+    scaler.scale(loss).backward()
+    if (i + 1) % steps == 0:
+        if torch.isfinite(loss):
+            scaler.step(optimizer)
+{update}scaler.update()
+        optimizer.zero_grad()
+"""
+
+
+class UncheckedUpdate(TraceRule):
+    """A scaler is updated, or steps, on a path on which no gradients were checked for inf."""
+
+    code = "HS115"
+    name = "unchecked-update"
+    severity = "error"
+    reason = (
+        "`unscale_` and `step` check the gradients for inf and NaN, and `update` needs the result of at least one such check since the "
+        "last `update`. Where a test skips the step but not the update, it raises AssertionError: No inf checks were recorded prior to "
+        "update. Where a test skips the backward, all gradients are None after `zero_grad()`, and `step` raises AssertionError: No inf "
+        "checks were recorded for this optimizer. The run stops at the first batch that is skipped, often hours after its start."
+    )
+    bad = (
+        _SKIPPING.format(step="    if torch.isfinite(norm):\n        scaler.step(optimizer)\n    scaler.update()\n"),
+        _SKIPPING.format(step="    if not torch.isfinite(norm):\n        scaler.update()\n        continue\n" + _BOTH),
+        _LOSS.format(
+            backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        ),
+        _LOSS.format(
+            backward="    if torch.isnan(loss) or torch.isinf(loss):\n        scaler.update()\n        continue\n"
+            "    scaler.scale(loss).backward()\n    if (i + 1) % steps == 0:\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ).replace("for x, y in loader:\n    optimizer.zero_grad()", "for i, (x, y) in enumerate(loader):"),
+        _ACCUMULATING.format(update="        "),
+    )
+    good = (
+        _SKIPPING.format(
+            step="    if torch.isfinite(norm):\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ),
+        _SKIPPING.format(step="    if not torch.isfinite(norm):\n        continue\n" + _BOTH),
+        _LOSS.format(
+            backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ),
+        _ACCUMULATING.format(update="            "),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.update",)
+    kinds = ("update", "scaler_step")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An update without a check since the last one, or a step without a backward, for some value of a condition."""
+        event = trace[index]
+        is_repeated = bool(event.loops) or (not event.roots and bool(_BATCH.search(event.function.name)))
+        if not is_repeated or _has_arguments(event) or switched_off(script, event):
+            return None
+        caught = replace(event, guards=tuple(g for g in event.guards if not g.text.startswith("except@")))
+        if not script.scalers_named(event.scaler) or without_amp(caught):
+            return None
+        loops = event.loops[: depth_without_optimizers(script, event)]
+        around = [e for e in trace if (loops or not event.loops) and e.loops[: len(loops)] == loops]
+        usual = [e for e in around if not any(guard.text.startswith("except@") for guard in e.guards)]
+        if any(e.kind in {"handed", "owned_step", "owned_backward", "make_scaler"} for e in usual):
+            return None
+        if len(caught.guards) < len(event.guards) or (event.kind == "update" and _guarded_block(script, event)):
+            return self._update_after_exception(script, event, around) if event.kind == "update" else None
+        if event.kind == "update":
+            return self._unchecked_update(script, event, around)
+        return self._step_without_gradients(script, event, around)
+
+    def _unchecked_update(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for an update whose steps are all under a condition that the update does not have."""
+        checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
+        if not any(e.kind == "scaler_step" for e in checks):
+            return None
+        # The end of a window is a condition of its own, unless the update waits for it as well.
+        waits = any(is_accumulation(g) for g in _guards(checks) if g not in event.guards)
+        guard = None if waits else _decisive(script, event, checks)
+        if guard is None and not any(compatible(e, event) for e in checks):
+            # The branch of a skipped batch: whatever was checked before it, another update has used.
+            updates = [e for e in around if e.kind == "update" and e.scaler == event.scaler and e is not event]
+            if all(_is_used(c, updates) for c in checks):
+                tested = [g for g in event.guards if _is_excluded(g, _guards(checks)) and _varies(script, g, event)]
+                guard = tested[0].opposite if tested else None
+        if guard is None:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when {_negated(guard)}, no step has checked the gradients since the last update: "
+            f"`{event.local.scaler}.update()` raises AssertionError",
+            instead=f"call {event.local.scaler}.update() only after {event.local.scaler}.step",
+        )
+
+    def _update_after_exception(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for an update in the handler of a block whose own updates use every check that it makes."""
+        block = _guarded_block(script, event)
+        inside = [e for e in around if any(node in block for node in (*e.roots, e.node))]
+        checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
+        is_final = event not in inside and not any(guard.text.startswith("except@") for guard in event.guards)
+        updates = [event] if is_final else [e for e in inside if e.kind == "update" and e.scaler == event.scaler]
+        first = next((e for e in inside if e.kind in {"forward", "backward", "scaler_step", "unscale"}), None)
+        if first is None or first.kind in {"scaler_step", "unscale"} or first.loops != event.loops:
+            return None
+        if not any(e.kind == "scaler_step" for e in checks) or not all(e in inside for e in checks):
+            return None
+        if not all(_is_used(c, updates) for c in checks):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when line {_line(first)} raises, no step has checked the gradients since the last update: "
+            f"`{event.local.scaler}.update()` raises AssertionError",
+            instead="clear the gradients here, without an update",
+        )
+
+    def _step_without_gradients(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for a step whose gradients are cleared on every pass, and computed only under a condition."""
+        backs = [e for e in around if e.kind == "backward"]
+        cleared = [e for e in around if e.kind == "zero_grad" and not e.accumulating]
+        if not backs or any(e.kind == "autograd_grad" for e in around):
+            return None
+        uses = backs
+        guard = _decisive(script, event, backs)
+        if guard is None:
+            uses = _calls_of_model(script, event, around)
+            guard = _decisive(script, event, uses)
+        if guard is None or any(map(is_accumulation, _guards([*uses, event]))):
+            return None
+        model = uses[0].local.subject if uses is not backs else ""
+        if not any(guard not in e.guards and implied(e, event) and not _keeps_zeros(e) for e in cleared):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when {_negated(guard)}, {f'`{model}` is not called' if model else 'backward is skipped'} and every gradient "
+            f"{f'of `{event.local.optimizer}` ' if model else ''}is None after zero_grad(): `{event.local.scaler}.step` raises AssertionError",
+            instead="skip the step and the update of that batch as well",
+        )
+
+
+def _has_arguments(event: Event) -> bool:
+    """Whether a call passes more than usual: a closure to an optimizer, a new scale to update."""
+    call, usual = event.node, 1 if event.kind == "scaler_step" else 0
+    return isinstance(call, ast.Call) and len(call.args) + len(call.keywords) > usual
+
+
+def _line(event: Event) -> int:
+    return int(getattr(event.node, "lineno", 0))
+
+
+def _guarded_block(script: Script, event: Event) -> set[ast.AST]:
+    """The nodes whose RuntimeError the handler around an event catches; none if it may know more, or if an error in it is caught."""
+    if any("scaler" in g.text and not g.text.endswith(("scaler", "scaler is None")) for g in event.guards):
+        return set()
+    inner: ast.AST = event.node
+    for outer in script.above(event.node):
+        if isinstance(outer, ast.Try) and inner in outer.finalbody and any(map(_goes_on, outer.handlers)):
+            return {node for statement in outer.body for node in ast.walk(statement)}
+        if isinstance(outer, (ast.Try, ast.For, ast.AsyncFor, ast.While)):
+            break  # a handler of its own, or a loop in the handler
+        inner = outer
+        if isinstance(outer, ast.ExceptHandler):
+            guarded = script.outline.parents.get(outer)
+            is_meant = outer.type is None or _CAUGHT.search(text_of(outer.type))
+            block = guarded.body if isinstance(guarded, ast.Try) and is_meant else []
+            return {node for statement in block for node in ast.walk(statement)}
+    return set()
+
+
+def _goes_on(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler of a failed forward neither raises again nor ends the loop."""
+    ends = (ast.Raise, ast.Return, ast.Break)
+    is_meant = handler.type is None or bool(_CAUGHT.search(text_of(handler.type)))
+    return is_meant and not any(isinstance(node, ends) for node in ast.walk(handler))
+
+
+def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[Event]:
+    """The calls of the one model that a step's optimizer updates; none if it is used in any other way in the loop."""
+    models, loops = optimized_models(script, event), loops_around(script, event)
+    if len(models) != 1 or not loops or event.roots:
+        return []
+    name = next(iter(models))
+    calls = {e.node: e for e in around if e.kind == "forward" and e.subject == name}
+    conditions = {guard.text for guard in _guards(list(calls.values()))}
+    for node in ast.walk(loops[-1]):
+        if key_of(node) != name or not isinstance(node, (ast.Name, ast.Attribute)):
+            continue
+        parent, statement = script.outline.parents.get(node), script.statement(node)
+        is_call = isinstance(parent, ast.Call) and parent.func is node and parent in calls
+        is_mode = isinstance(parent, ast.Attribute) and parent.attr in {"train", "eval", "parameters", "zero_grad"}
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if not is_call and not is_mode and not any(key_of(target) in conditions for target in targets):
+            return []
+    return list(calls.values())
+
+
+def _is_used(check: Event, updates: list[Event]) -> bool:
+    """Whether an update always follows a check: one without further conditions, or two on the two sides of one condition."""
+    further = [set(update.guards) - set(check.guards) for update in updates]
+    return any(not own or (len(own) == 1 and {g.opposite for g in own} in further) for own in further)
+
+
+def _is_excluded(guard: Guard, others: set[Guard]) -> bool:
+    """Whether a condition is false wherever others hold: `a or b` where neither does."""
+    parts = guard.text.split(" or ") if guard.is_true else []
+    return guard.opposite in others or (len(parts) > 1 and all(Guard(part, False) in others for part in parts))
+
+
+def _guards(events: list[Event]) -> set[Guard]:
+    return {guard for event in events for guard in event.guards}
+
+
+def _varies(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition may be true for one batch and false for the next."""
+    return not (is_amp(guard) or is_setting(script, guard, event) or "@" in guard.text)
+
+
+def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None:
+    """The condition that all other events have and this one does not, if it is not the same for every batch."""
+    common = set.intersection(*(set(e.guards) for e in others)) if others else set()
+    own = [g for g in others[0].guards if g in common and g not in event.guards] if others else []
+    own = [g for g in own if _varies(script, g, others[0]) and not _tests_the_same(event, g)]
+    own = [g for g in own if not any(_raises_unless(script, g, other) for other in others)]
+    return own[0] if own else None
+
+
+def _raises_unless(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a statement before an event may raise where a condition around the event is not met, so that the run stops."""
+    words = set(re.findall(r"[A-Za-z_]\w+", guard.text))
+    inner: ast.AST = event.node
+    for outer in script.above(event.node):
+        for statement in getattr(outer, "body", ()):
+            if statement is inner:
+                break
+            tested = re.findall(r"[A-Za-z_]\w+", text_of(statement.test)) if isinstance(statement, ast.If) else ()
+            if words & set(tested) and any(isinstance(node, ast.Raise) for node in ast.walk(statement)):
+                return True
+        inner = outer
+    return False
+
+
+def _tests_the_same(event: Event, guard: Guard) -> bool:
+    """Whether a condition of an event has a variable in common with another condition, which it may imply."""
+    words = set(_WORD.findall(_SETTINGS.sub(r"\1_", guard.text))) - {"self", "torch", "math", "np"}
+    return any(words & set(_WORD.findall(_SETTINGS.sub(r"\1_", g.text))) for g in event.guards)
+
+
+def _negated(guard: Guard) -> str:
+    return f"`{guard.text}` is {'false' if guard.is_true else 'true'}"
+
+
+def _keeps_zeros(event: Event) -> bool:
+    """Whether gradients are set to zero instead of None."""
+    call = event.node
+    return isinstance(call, ast.Call) and any(
+        k.arg == "set_to_none" and constant(k.value) is False for k in call.keywords
+    )
+
+
+RULES: tuple[type[Rule], ...] = (UncheckedUpdate,)

@@ -1,0 +1,122 @@
+"""Scalers that are None under some settings: where they are created, and the conditions without which they are not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import Scaler, constant
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
+
+__all__ = ["Absent", "absent_scalers"]
+
+
+class Absent(NamedTuple):
+    """A scaler that is None unless each of its conditions holds, in one trace."""
+
+    scaler: Scaler
+    names: frozenset[str]  # last names of the variables that it is assigned to
+    flags: tuple[Guard, ...]
+    trace: Trace
+    is_created: bool  # the trace creates it: what uses it there runs with the same settings
+
+
+def absent_scalers(script: Script) -> Iterator[Absent]:
+    """Every scaler that is None under some settings, once for each trace that may use it."""
+    for scaler in script.scalers[:MAX_BINDINGS]:
+        names = _names(script, scaler)
+        sites = [(scaler.node, scaler.function)]
+        if isinstance(script.outline.parents.get(scaler.node), ast.Return):
+            sites += list(script.outline.calls.get(scaler.function.name, ()))  # of the function that returns it
+        depth = next((i for i, (n, f) in enumerate(sites) if _is_none_otherwise(script, n, scaler.key, f)), None)
+        if not names or depth is None:
+            continue
+        known: tuple[Guard, ...] = ()
+        created: set[int] = set()
+        for number, trace in enumerate(script.traces):
+            made = next((e for e in trace if e.kind == "make_scaler" and e.node is scaler.node), None)
+            if made is not None:
+                known = _own_guards(script, made, depth)
+                created.add(number)
+                yield Absent(scaler, names, known, trace, is_created=True)
+        for number, trace in enumerate(script.traces):
+            if number not in created:
+                yield Absent(scaler, names, known, trace, is_created=False)
+
+
+def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:
+    """The conditions in the function that creates a scaler, or in its caller, with the names of the caller."""
+    own = len(made.local.guards)
+    inner = made.guards[len(made.guards) - own :] if own else ()
+    return (inner if not depth else made.guards) or _tests_before(script, made)
+
+
+def _tests_before(script: Script, made: Event) -> tuple[Guard, ...]:
+    """The conditions `a` and `b` of `a and b and GradScaler()`."""
+    parent = script.outline.parents.get(made.node)
+    tests = parent.values[:-1] if isinstance(parent, ast.BoolOp) else []
+    conditions = Conditions(script.outline, made.function)
+    return tuple(guard for test in tests for guard in conditions.guards(test, is_true=True))
+
+
+def _is_none_otherwise(script: Script, node: ast.AST, key: str, function: Function) -> bool:
+    """Whether a scaler's variable is None wherever the scaler is not created, by a call or by the function that it calls."""
+    parent = script.outline.parents.get(node)
+    if isinstance(parent, ast.IfExp) and node in (parent.body, parent.orelse):
+        other = parent.orelse if parent.body is node else parent.body
+        return constant(other) is None
+    if isinstance(parent, ast.Return):
+        return _returns_none(function)
+    if isinstance(parent, ast.BoolOp):
+        return isinstance(parent.op, ast.And) and parent.values[-1] is node  # `amp and GradScaler()`
+    bindings = script.outline.lookup(key, function) if key else []
+    others = [b for b in bindings if b.value is not node]
+    if "." in key and not others:  # a default in the body of the class
+        body = script.outline.bindings.get(key.rsplit(".", 1)[-1], ())
+        classes = [(b, script.outline.parents.get(b.node)) for b in body]
+        others = [b for b, c in classes if isinstance(c, ast.ClassDef) and _is_of(key, function, c)]
+    return bool(others) and all(b.index is None and b.value is not None and constant(b.value) is None for b in others)
+
+
+def _is_of(key: str, function: Function, cls: ast.ClassDef) -> bool:
+    """Whether an attribute may be one of a class: of `self` only that of its own class."""
+    return cls.name == function.cls or not key.startswith("self.")
+
+
+def _returns_none(function: Function) -> bool:
+    """Whether a function that returns a scaler returns None on its other paths, and nothing else."""
+    values = [node.value for node in ast.walk(function.node) if isinstance(node, ast.Return)]
+    others = [value for value in values if not isinstance(value, ast.Call)]
+    is_open = not isinstance(function.body[-1], (ast.Return, ast.If, ast.Raise)) if function.body else True
+    plain = all(value is None or constant(value) is None for value in others)
+    return plain and len(values) - len(others) == 1 and (bool(others) or is_open or _lacks_else(function))
+
+
+def _lacks_else(function: Function) -> bool:
+    last = function.body[-1]
+    return isinstance(last, ast.If) and not last.orelse
+
+
+def _names(script: Script, scaler: Scaler) -> frozenset[str]:
+    """The last names of a scaler's variable, and of those that receive it from the function that creates it."""
+    names = {scaler.key.rsplit(".", 1)[-1]} if scaler.key else set()
+    function = scaler.function
+    positions = {
+        index
+        for node in ast.walk(function.node)
+        if scaler.key and isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)
+        for index, value in enumerate(node.value.elts)
+        if key_of(value) == scaler.key
+    }
+    for call, caller in script.outline.calls.get(function.name, ()) if positions else ():
+        statement = script.outline.parents.get(call)
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(target, ast.Tuple) and script.outline.call_target(call, caller) is function:
+            names |= {key_of(e).rsplit(".", 1)[-1] for i, e in enumerate(target.elts) if i in positions}
+    return frozenset(names - {""})
