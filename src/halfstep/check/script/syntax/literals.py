@@ -25,7 +25,8 @@ __all__ = ["write_in_place"]
 
 MAX_DEPTH = 4
 MAX_LENGTH = 40  # of a string: a longer one is a path or a text
-_DTYPES = {f"torch.{name}" for name in ("float16", "half", "bfloat16", "float32", "float")}
+_DTYPE_NAMES = {"float16", "half", "bfloat16", "float32", "float"}
+_DTYPES = {f"torch.{name}" for name in _DTYPE_NAMES}
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler, ast.Match)
 _CHANGES = {"update", "setdefault", "pop", "clear", "popitem"}  # of a dictionary
 # A switch that is off: whoever writes `USE_AMP = False` may turn it on, and the code behind it is not dead.
@@ -45,7 +46,7 @@ def write_in_place(outline: Outline) -> None:
                 is_off = isinstance(literal, ast.Constant) and not literal.value
                 if literal is not None and not (is_off and keyword.arg in _SWITCHES):
                     keyword.value = _written(outline, literal, keyword.value, keyword)
-            for index, value in enumerate(call.args):
+            for index, value in enumerate(call.args if reader.has_dtypes else ()):
                 literal = reader.setting(value, function)
                 if isinstance(literal, ast.Attribute):  # a dtype, `.to(cfg.dtype)`: other arguments differ in meaning
                     call.args[index] = _written(outline, literal, value, call)
@@ -70,6 +71,7 @@ class _Reader:
     def __init__(self, outline: Outline) -> None:
         self.outline = outline
         calls = outline.calls
+        self.has_dtypes = not _DTYPE_NAMES.isdisjoint(outline.loads)
         # nanoGPT's configurator and the like: every global may be changed by name.
         self.fixed_globals = not {"exec", "globals", "eval"} & calls.keys()
         self.fixed_attributes = (
