@@ -77,9 +77,14 @@ def _folders(folder: Path) -> tuple[Path, ...]:
     folders: list[Path] = []
     for parent in (folder, *folder.parents):
         folders.append(parent)
-        if (parent / ".git").exists() or len(folders) == 8:
+        if _is_root(parent) or len(folders) == 8:
             return tuple(folders)
     return tuple(folders[:1])  # not in a repository: what lies in a home folder is not about this file
+
+
+@cache
+def _is_root(folder: Path) -> bool:
+    return (folder / ".git").exists()
 
 
 @cache

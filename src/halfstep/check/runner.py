@@ -6,13 +6,13 @@ rule becomes a finding about that file, and the other files are still checked. N
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
@@ -73,7 +73,7 @@ def read_target(target: Target) -> Document:
     empty = Source(path, "", language)
     limit = size_limit(language)
     try:
-        state = Path(path).stat()
+        state = os.stat(path)  # noqa: PTH116  (called for every file of a project)
         if not stat.S_ISREG(state.st_mode):
             message = "This is not a regular file, so it was not opened."
             return Document(empty, problem=CannotRead.finding(Place(path), message))
@@ -83,7 +83,7 @@ def read_target(target: Target) -> Document:
             # Folders contain data next to configurations; a finding for each would be noise.
             problem = None if language in _DATA else replace(too_large(path, limit), severity="advice")
             return Document(empty, problem=problem)
-        with Path(path).open("rb") as file:
+        with open(path, "rb") as file:  # noqa: PTH123
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         message = f"The file cannot be opened: {getattr(error, 'strerror', None) or error}."

@@ -64,7 +64,8 @@ class _Statement:
 
 def find_suppressions(source: Source) -> tuple[Suppression, ...]:
     """The suppression comments of a text, in order."""
-    if "halfstep:" not in source.text.lower():
+    # Bytes are converted to lower case five times as fast as text.
+    if b"halfstep:" not in source.text.encode("utf-8", "surrogatepass").lower():
         return ()
     lines = source.text.split("\n")
     marker = "#" if source.language in {"python", "notebook"} else ("#", "//", "/*")

@@ -151,7 +151,7 @@ def _is_file(path: Path) -> bool:
 def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> Use:
     """What a script does with DeepSpeed."""
     nodes = all_nodes(tree)
-    names = read_names((n, False) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
+    names = read_names((n, False) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
     literals = literals_of(tree, source.text, names)
     trainers = tuple(config for config in configs if config.kind == "transformers")
     made = [n for n in nodes if isinstance(n, ast.Call) and names.full(n.func) == "deepspeed.initialize"]

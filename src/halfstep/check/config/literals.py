@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from halfstep.check.script.syntax.children import all_nodes
@@ -14,6 +14,9 @@ __all__ = ["Literals", "literals_of", "subscript"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
 _MAX_DEPTH = 50
+# The nodes that bind names, and those that assign or change values; most nodes do neither.
+_BINDING = {ast.Name, ast.Attribute, ast.arg, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias}
+_NOTED = {ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Call}
 Path = tuple[str, ...]
 
 
@@ -33,9 +36,12 @@ class Literals:
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
         bound: dict[str, int] = {}
         for node in nodes:
-            for name in _binds(node):
+            kind = type(node)
+            if kind in _BINDING:
+                name = _bound_name(node)
                 bound[name] = bound.get(name, 0) + 1
-            self._note(node)
+            elif kind in _NOTED:
+                self._note(node)
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
         self.blocks = {name: value for name, value in self.blocks.items() if bound.get(name) == 1}
 
@@ -212,15 +218,12 @@ def subscript(target: ast.expr) -> tuple[str, Path | None]:
     return ".".join(chain(target)), tuple(reversed(path)) if known else None
 
 
-def _binds(node: ast.AST) -> Iterator[str]:
-    """The names that a node binds in any way; a name bound twice has no single value."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-        yield node.id
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-        yield ".".join(chain(node))
-    elif isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.alias):
-        yield (node.asname or node.name).split(".")[0]
+def _bound_name(node: ast.AST) -> str:
+    """The name that a node binds in any way, or ""; a name bound twice has no single value."""
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return "" if isinstance(node.ctx, ast.Load) else ".".join(chain(node))
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return node.name
+    return (node.asname or node.name).split(".")[0] if isinstance(node, ast.alias) else ""

@@ -74,7 +74,7 @@ class _Finder:
         self.source = source
         self.settings = settings
         self.nodes = all_nodes(tree)
-        self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
+        self.names = read_names((n, False) for n in self.nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
         self.literals = literals_of(tree, text, self.names)
         failing = [inner for n in self.nodes if expects_error(n) for inner in ast.walk(n)]
         self.failing = {id(node) for node in failing}
@@ -114,7 +114,7 @@ class _Finder:
         hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
-            if id(node) in nested or id(node) in self.failing or not self.literals.is_block(node):
+            if not self.literals.is_block(node) or id(node) in nested or id(node) in self.failing:
                 continue
             root = self.literals.node(node)
             name = self.literals.name_of(node)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,24 +35,31 @@ from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, au
 from halfstep.check.script.syntax.edits import Lines
 from halfstep.check.script.syntax.literals import write_in_place
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, read_outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.plain import make_plain
-from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords
+from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
+from halfstep.check.script.syntax.visit import read_outline
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
 
 # The words that rules over scripts look for, and those that rules over configurations look for in addition. Searching
-# for each word is several times faster than one pattern. Only short words need a check of their boundaries; their
-# patterns begin with the literal word, because the regex engine searches for a literal prefix first.
+# for each word is several times faster than one pattern. Only short words need a check of their boundaries; a
+# pattern is tried only where the text contains its word.
 _RULED = (
     "autocast", "GradScaler", "unscale_", ".scale(", ".half(", "float16", "torch.half", "HalfTensor", "is_bf16_supported",
 )  # fmt: skip
-_RULED_SHORT = tuple(
-    map(re.compile, (r"apex(?!\w)(?<!\wapex)", r"\.amp(?!\w)", r"amp\.(?<!\wamp\.)", r"import amp(?!\w)"))
-)
+_RULED_SHORT = {
+    word: re.compile(pattern)
+    for word, pattern in {
+        "apex": r"apex(?!\w)(?<!\wapex)", ".amp": r"\.amp(?!\w)", "amp.": r"amp\.(?<!\wamp\.)", "import amp": r"import amp(?!\w)",
+    }.items()
+}  # fmt: skip
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
-_MENTIONED_SHORT = tuple(map(re.compile, (r"amp(?!\w)(?<!\wamp)", r"precision(?<!\wprecision)[\"']?\s*[=:]")))
+_MENTIONED_SHORT = {
+    "amp": re.compile(r"amp(?!\w)(?<!\wamp)"),
+    "precision": re.compile(r"precision(?<!\wprecision)[\"']?\s*[=:]"),
+}
 # Without any of these calls there is no training loop whose order could be wrong.
 _ACTS = {"backward", "manual_backward", "autocast", "GradScaler", "scale", "unscale_", "scale_loss", "initialize"}
 
@@ -216,8 +223,10 @@ def _top(joined: list[int], number: int) -> int:
     return number
 
 
-def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], ...]) -> bool:
-    return any(word in text for word in words) or any(pattern.search(text) for pattern in short)
+def _mentions(text: str, words: tuple[str, ...], short: Mapping[str, re.Pattern[str]]) -> bool:
+    if any(word in text for word in words):
+        return True
+    return any(word in text and pattern.search(text) for word, pattern in short.items())
 
 
 def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS) -> Script:
@@ -226,11 +235,11 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     `words` are those that single rules declare; a script that mentions one is read as well.
     """
     text = source.text
-    ruled = _mentions(text, (*_RULED, *words.words), _RULED_SHORT)
+    ruled = _mentions(text, shortest((*_RULED, *words.words)), _RULED_SHORT)
     if not ruled:
         if not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
             return Script(source, settings, ast.Module([], []), about=False)
-        ruled = _mentions(text, words.lines, ())
+        ruled = _mentions(text, words.lines, {})
     tree = parse_python(text, source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:

@@ -2,7 +2,7 @@
 
 import ast
 
-from halfstep.check.script.syntax.children import children_of
+from halfstep.check.script.syntax.children import all_statements, children_of
 
 
 def test_parts_come_in_order_without_contexts_and_operators():
@@ -19,3 +19,14 @@ def test_annotations_are_left_out():
     parts = [part for part in children_of(function) if isinstance(part, ast.stmt)]
     assert [type(part) for part in parts] == [ast.Return]
     assert not any(isinstance(part, ast.Attribute) for part in children_of(function))
+
+
+def test_all_statements_include_those_of_handlers_and_cases():
+    """Every statement of a script is listed once, outer ones first."""
+    tree = ast.parse(
+        "if a:\n    b\nelse:\n    c\ntry:\n    d\nexcept E:\n    e\nfinally:\n    f\nmatch g:\n    case 1:\n        h\n"
+    )
+    statements = all_statements(tree)
+    assert {n for n in statements if isinstance(n, ast.stmt)} == {n for n in ast.walk(tree) if isinstance(n, ast.stmt)}
+    assert len(set(statements)) == len(statements)
+    assert statements[:4] == (tree, *tree.body)

@@ -3,8 +3,8 @@
 import ast
 
 from check_scripts import RULES, findings
-from halfstep.check.script.syntax.outline import read_outline
-from halfstep.check.script.syntax.relevant import relevant_functions
+from halfstep.check.script.syntax.relevant import relevant_functions, shortest
+from halfstep.check.script.syntax.visit import read_outline
 
 TEXT = """\
 class Net:
@@ -51,3 +51,17 @@ def test_words_of_a_rule_make_functions_relevant():
     assert relevant_functions(tree, text) == set()
     assert relevant_functions(tree, text, ("set_detect_anomaly",)) == {tree.body[0]}
     assert "set_detect_anomaly" in read_outline(tree, text, ("set_detect_anomaly",)).calls
+
+
+def test_shortest_words_decide_for_all():
+    """A word that contains another one need not be searched for; every word contains one that is kept."""
+    words = ("bf16=True", "bf16", "--amp", "-amp", "apex", "apex")
+    assert shortest(words) == ("bf16", "-amp", "apex")
+    assert all(any(short in word for short in shortest(words)) for word in words)
+
+
+def test_a_function_that_has_the_name_of_a_relevant_one_is_not_its_caller():
+    """The line of `def` contains the name too; only the lines below it are searched for calls."""
+    text = "class A:\n    def run(self):\n        loss.backward()\n\nclass B:\n    def run(self):\n        pass\n"
+    tree = ast.parse(text)
+    assert relevant_functions(tree, text) == {tree.body[0].body[0]}

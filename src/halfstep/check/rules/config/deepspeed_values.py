@@ -210,10 +210,12 @@ class AutoWithoutTransformers(DeepSpeedRule):
         passed = config.origin == "deepspeed.initialize" or (
             config.origin == "a dictionary" and _INITIALIZES.search(text) and config.script & {"deepspeed"}
         )
-        hugging_face = config.script & {"transformers", "trl"} and _TRAINERS.search(text)
-        hugging_face = hugging_face or config.script & {"accelerate", "lightning", "pytorch_lightning"}
         lightning = "lightning" in config.origin and config.origin.endswith("DeepSpeedStrategy")
-        if _RESOLVES.search(text) or not (lightning or (passed and not hugging_face)):
+        if not lightning and not passed:
+            return
+        hugging_face = bool(config.script & {"accelerate", "lightning", "pytorch_lightning"})
+        hugging_face |= bool(config.script & {"transformers", "trl"} and _TRAINERS.search(text))
+        if (hugging_face and not lightning) or _RESOLVES.search(text):
             return
         params = [("optimizer", "params", key) for key in ("lr", "betas", "eps", "weight_decay")]
         for path in (("fp16", "enabled"), ("bf16", "enabled"), *((key,) for key in TOP_NUMBERS), *params):

@@ -89,9 +89,10 @@ class Bf16OptionRunsFloat16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Regions without a dtype that are enabled by an option for bfloat16."""
-        if "bf16" not in script.source.text.lower() and "bfloat16" not in script.source.text.lower():
+        if not script.has("enter_autocast") or _SETS & script.outline.calls.keys():
             return
-        if _SETS & script.outline.calls.keys():
+        text = script.source.text.lower()
+        if "bf16" not in text and "bfloat16" not in text:
             return
         reported: set[ast.AST] = set()
         for event in script.events("enter_autocast"):

@@ -26,6 +26,11 @@ _NAMED = re.compile(
     r"\b(?:is_(?:bf|bfloat|fp)16_supported|is_torch_(?:bf16|tf32|fp16)\w*|is_autocast_(?:enabled|available)|"
     r"is_(?:bf16|fp16|fp8)_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
 )
+# The same without what stands before it: the regex engine searches for the literal prefix first, ten times as fast.
+_ASKED = re.compile(
+    r"is_(?:(?:bf|bfloat|fp)16_supported|torch_(?:bf16|tf32|fp16)\w*|autocast_(?:enabled|available)|"
+    r"(?:bf16|fp16|fp8)_available|available)\b(?!\s*\()"
+)
 _SWITCH = re.compile(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
 
 
@@ -80,6 +85,8 @@ class QueryNotCalled(ScriptRule):
 
 def _names_query(text: str) -> bool:
     """Whether a text names a query that it does not call there, imports aside: most files need no closer look."""
+    if not _ASKED.search(text):
+        return False
     for match in _NAMED.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].lstrip()
         is_imported = not before and text[match.end() : match.end() + 1] in {",", "\n", ""}

@@ -271,7 +271,7 @@ class MisplacedZeroGrad(TraceRule):
                 "branch, so nothing is trained here",
                 instead=f"{back.local.scaler}.step({event.local.optimizer}) and {back.local.scaler}.update()",
             )
-        if not event.loops or _OTHER_WAYS.search(script.source.text) or script.has("owned_step", "engine_step"):
+        if not event.loops or script.has("owned_step", "engine_step"):
             return None
         before = next(earlier(trace, index, *_BACKWARDS), None)
         if before is None or without_amp(event):
@@ -280,6 +280,8 @@ class MisplacedZeroGrad(TraceRule):
         if back.loops[: len(event.loops)] != event.loops or any(e.kind == "handed" for e in trace):
             return None
         if back.kind == "owned_backward" and engine_at(script, back.local.subject, back.function) is None:
+            return None
+        if _OTHER_WAYS.search(script.source.text):
             return None
         waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
         if not _is_plain(script, event) or not only_settings(script, waits, back):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from halfstep.check.script.flow.guard import Guard
@@ -71,9 +72,8 @@ def attachments(outline: Outline) -> Iterator[Attachment]:
 
 def adapter_use(outline: Outline) -> str:
     """no, optional (every call that attaches one is conditional) or yes."""
-    mentions = [
-        name for name in (*outline.loads, *outline.names.table.values(), *outline.names.table) if _ADAPTERS.search(name)
-    ]
+    table = outline.names.table
+    mentions = [name for name in (*outline.loads, *table.values(), *table) if _is_adapter(name)]
     if not mentions:
         return "no"
     if outline.names.uses("unsloth"):
@@ -169,10 +169,19 @@ def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast
 
 
 def _attaches(name: str, call: ast.Call) -> bool:
-    if _ATTACHES_NOTHING.search(name):
-        return False
-    owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) and name == "from_pretrained" else ""
-    return bool(_ADAPTERS.search(name) or re.search(r"kbit|quantize", name) or _ADAPTERS.search(owner))
+    if isinstance(call.func, ast.Attribute) and name == "from_pretrained":
+        return _is_adapter(text_of(call.func.value))
+    return _may_attach(name)
+
+
+@lru_cache(maxsize=4096)  # the files of a project share most of their names
+def _may_attach(name: str) -> bool:
+    return not _ATTACHES_NOTHING.search(name) and (_is_adapter(name) or re.search(r"kbit|quantize", name) is not None)
+
+
+@lru_cache(maxsize=4096)
+def _is_adapter(name: str) -> bool:
+    return _ADAPTERS.search(name) is not None
 
 
 def _is_merged(outline: Outline, call: ast.Call, function: Function) -> bool:

@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
@@ -56,6 +56,9 @@ _MASTERS = re.compile(
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )
+
+
+_is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = re.compile(
     r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE
@@ -118,7 +121,7 @@ class Training:
     def has_masters(self) -> bool:
         """Whether the script mentions float32 master weights, or an engine that keeps them."""
         outline = self.outline
-        names = [name for name in (*outline.loads, *outline.bindings) if _MASTERS.search(name)]
+        names = [name for name in (*outline.loads, *outline.bindings) if _is_master(name)]
         sites = [site.call for name in names if name.startswith("AnyPrecision") for site in outline.calls.get(name, ())]
         # Without Kahan summation, torchdistX's AnyPrecisionAdamW only stores its moments in 16 bits.
         plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]

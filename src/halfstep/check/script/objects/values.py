@@ -264,7 +264,7 @@ def _keyed(outline: Outline) -> dict[str, list[tuple[ast.expr, Function, bool, b
             for keyword in part.keywords:
                 if keyword.arg is not None:
                     keyed.setdefault(keyword.arg, []).append((keyword.value, scope, is_dict, True))
-        stack.extend((child, scope) for child in all_children_of(part))
+        stack += [(child, scope) for child in all_children_of(part) if not isinstance(child, (ast.Name, ast.Constant))]
     return keyed
 
 

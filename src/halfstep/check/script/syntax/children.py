@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
-__all__ = ["all_children_of", "all_nodes", "all_statements", "blocks_of", "children_of"]
+__all__ = ["all_children_of", "all_nodes", "all_statements", "blocks_of", "children_of", "parts_of"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
-_SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
-_NO_NODES = {"ctx", "op", "ops", "type_comment", "level", "kind", "id", "attr", "arg", "module", "n", "s"}
+_NO_NODES = {
+    "ctx", "op", "ops", "type_comment", "level", "kind", "id", "attr", "arg", "module", "n", "s", "conversion", "simple",
+}  # fmt: skip
+_SKIP = {*_NO_NODES, "names", "returns", "annotation", "type_params"}
 _ALL_FIELDS: dict[type, tuple[str, ...]] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
+_BLOCKS: dict[type, tuple[str, ...]] = {}
+_LEAVES = {ast.Name, ast.Constant}  # more than half of the nodes
 
 
 def children_of(node: ast.AST) -> list[ast.AST]:
@@ -36,10 +40,10 @@ def _nodes_in(node: ast.AST, fields: tuple[str, ...]) -> list[ast.AST]:
     children: list[ast.AST] = []
     for name in fields:
         value = getattr(node, name, None)
-        if isinstance(value, list):
-            children += [v for v in value if isinstance(v, ast.AST)]
-        elif isinstance(value, ast.AST):
+        if isinstance(value, ast.AST):
             children.append(value)
+        elif value and isinstance(value, list):
+            children += [v for v in value if isinstance(v, ast.AST)]
     return children
 
 
@@ -48,15 +52,24 @@ def blocks_of(node: ast.AST | None) -> list[list[ast.stmt]]:
     return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
 
 
-def all_statements(tree: ast.AST) -> list[ast.AST]:
+def parts_of(node: ast.AST) -> list[list[ast.AST]]:
+    """The lists of statements directly in a node, and those of its handlers and cases; most statements have none."""
+    kind = type(node)
+    fields = _BLOCKS.get(kind)
+    if fields is None:
+        names = ("body", "orelse", "finalbody", "handlers", "cases")
+        fields = _BLOCKS[kind] = tuple(name for name in names if name in kind._fields)
+    return [part for name in fields if isinstance(part := getattr(node, name, None), list)] if fields else []
+
+
+@lru_cache(maxsize=1)
+def all_statements(tree: ast.AST) -> tuple[ast.AST, ...]:
     """The statements of a script, outer ones first; a tenth of its nodes. Handlers and cases are among them."""
     statements = [tree]
     for node in statements:  # grows
-        for block in blocks_of(node):
-            statements += block
-        statements += getattr(node, "handlers", ())
-        statements += getattr(node, "cases", ())
-    return statements
+        for part in parts_of(node):
+            statements += part
+    return tuple(statements)
 
 
 @lru_cache(maxsize=1)
@@ -67,5 +80,6 @@ def all_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     """
     nodes = [tree]
     for node in nodes:  # grows
-        nodes += all_children_of(node)
+        if type(node) not in _LEAVES:
+            nodes += all_children_of(node)
     return tuple(nodes)

@@ -8,6 +8,7 @@ value is written. A place that the file may set twice, or under a condition, has
 from __future__ import annotations
 
 import ast
+from functools import cached_property
 
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outcome import outcome
@@ -293,12 +294,17 @@ class Constants:
 
     def _is_changed(self, key: str) -> bool:
         """Whether a method changes a dictionary, or an entry is assigned under a name that the text does not show."""
-        for method in _CHANGES & self.outline.calls.keys():
-            for call, _ in self.outline.calls[method]:
-                if isinstance(call.func, ast.Attribute) and key_of(call.func.value) == key:
-                    return True
-        computed = (k for k in self.outline.bindings if k.startswith(f"{key}[") and k[len(key) + 1] not in "'\"")
-        return next(computed, None) is not None
+        return key in self._changed or key in self._computed
+
+    @cached_property
+    def _changed(self) -> set[str]:
+        calls = [site.call for method in _CHANGES for site in self.outline.calls.get(method, ())]
+        return {key_of(call.func.value) for call in calls if isinstance(call.func, ast.Attribute)}
+
+    @cached_property
+    def _computed(self) -> set[str]:
+        keys = [key for key in self.outline.bindings if "[" in key]
+        return {k[:i] for k in keys for i, char in enumerate(k) if char == "[" and k[i + 1] not in "'\""}
 
 
 def is_literal(outline: Outline, node: ast.expr) -> bool:

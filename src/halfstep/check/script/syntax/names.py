@@ -55,10 +55,12 @@ class Names:
 
     def full(self, node: ast.AST) -> str:
         """The full name of a chain such as `amp.autocast`; "" unless it is a chain that starts at an import."""
-        parts = chain(node)
-        if not parts or parts[0] not in self.table:
-            return ""
-        name = ".".join((self.table[parts[0]], *parts[1:]))
+        first = node
+        while isinstance(first, ast.Attribute):
+            first = first.value
+        name = self.table.get(first.id, "") if isinstance(first, ast.Name) else ""
+        if name and first is not node:  # most chains start at a variable
+            name = ".".join((name, *chain(node)[1:]))
         return _SAME.get(name, name)
 
     def ambiguous(self, node: ast.AST) -> bool:
@@ -85,6 +87,8 @@ def chain(node: ast.AST) -> tuple[str, ...]:
 
 def key_of(node: ast.AST | None) -> str:
     """A variable's text: `scaler`, `self.scaler`, `optims[0]`, `opts["g"]`; "" for anything that is not one."""
+    if isinstance(node, ast.Name):  # most often
+        return node.id
     suffix: list[str] = []
     while node is not None:
         if isinstance(node, ast.Attribute):

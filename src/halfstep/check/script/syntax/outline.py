@@ -1,4 +1,4 @@
-"""The outline of a script: its functions, assignments and calls, collected in one walk and looked up by name.
+"""The outline of a script: its functions, assignments and calls, looked up by name; `visit` collects them.
 
 Python has no declarations, so what `scaler` is follows from its assignments. Scopes are resolved as Python does (the
 function, those around it, the module), with one addition: a parameter that nothing in the file binds is assumed to be
@@ -9,18 +9,15 @@ passes it to `train(model, scaler)` under the same name.
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep.check.script.syntax.children import children_of
-from halfstep.check.script.syntax.names import Names, key_of, read_names
-from halfstep.check.script.syntax.relevant import relevant_functions
+from halfstep.check.script.syntax.names import Names, key_of
 from halfstep.check.script.syntax.scope import Binding, CallSite, Choice, Function, StatementCall
 
-__all__ = ["Binding", "Function", "Outline", "read_outline"]
+__all__ = ["Binding", "Function", "Outline", "last_name_of"]
 
 MAX_CLASSES = 4  # of one object: each is followed
 MAX_BINDINGS = 50  # of one variable: more are a generated table
@@ -87,8 +84,16 @@ class Outline:
                 return own
         if exact:
             return exact
-        last = "." + key.rsplit(".", 1)[-1]
-        return [b for k, bindings in self.bindings.items() if k.endswith(last) for b in bindings]
+        return self._by_last_name.get(key.rsplit(".", 1)[-1], [])
+
+    @cached_property
+    def _by_last_name(self) -> dict[str, list[Binding]]:
+        """The assignments to attributes, by what follows the last dot."""
+        by_name: dict[str, list[Binding]] = {}
+        for key, bindings in self.bindings.items():
+            if "." in key:
+                by_name.setdefault(key.rsplit(".", 1)[-1], []).extend(bindings)
+        return by_name
 
     def values(self, key: str, function: Function) -> list[ast.expr]:
         """The expressions `key` may be, with plain copies of other variables followed."""
@@ -145,7 +150,7 @@ class Outline:
         target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
             target = self._method_of(key_of(func.value), func.attr, function)
-        if target is None and "scal" not in _last(func).lower():  # what is called a scaler may do all of a step
+        if target is None and "scal" not in last_name_of(func).lower():  # what is called a scaler may do all of a step
             target = self._method_of(key_of(func), "__call__", function)
         return target
 
@@ -163,7 +168,7 @@ class Outline:
         values = self.values(owner, function) if owner else []
         options = [o for v in values for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         classes = dict.fromkeys(map(_maker, options))
-        methods = [self._method(cls, _last(call.func)) for cls in classes if cls and cls not in self.names.table]
+        methods = [self._method(cls, last_name_of(call.func)) for cls in classes if cls and cls not in self.names.table]
         is_certain = 1 < len(methods) <= MAX_CLASSES and len(methods) == len(classes.keys() - {None})
         return [m for m in methods if m is not None] if is_certain and None not in methods else []
 
@@ -242,161 +247,8 @@ def _element(value: ast.expr, index: int) -> ast.expr | None:
     return None
 
 
-def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) -> Outline:
-    """Walk a script once and collect what rules look up later; without its text, every function is walked."""
-    relevant = relevant_functions(tree, text, words) if text else None
-    module = Function(tree, "<module>")
-    out = Outline(module)
-    imports: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
-    # (node, around); an explicit stack, because generated code nests deeper than Python recurses
-    first = _Around(module, tree)
-    stack: list[tuple[ast.AST, _Around]] = [(child, first) for child in reversed(tree.body)]
-    parents: dict[ast.AST, ast.AST] = out.parents
-    parents.update(dict.fromkeys(tree.body, tree))
-    while stack:
-        node, around = stack.pop()
-        kind = type(node)
-        if kind is ast.Name:
-            assert isinstance(node, ast.Name)
-            if type(node.ctx) is ast.Load:
-                out.loads[node.id] += 1
-            if "scale" in node.id.lower():
-                out.scaling.add(around.statement)
-            continue
-        if kind is ast.Constant:
-            if isinstance(node.value, str) and len(node.value) < 40:  # type: ignore[attr-defined]
-                out.strings.add(node.value)  # type: ignore[attr-defined]
-            continue
-        if kind is ast.Attribute:  # most nodes are names, constants and attributes
-            assert isinstance(node, ast.Attribute)
-            if type(node.ctx) is ast.Load:
-                out.loads[node.attr] += 1
-            if "scale" in node.attr.lower():
-                out.scaling.add(around.statement)
-            parents[node.value] = node
-            stack.append((node.value, around))
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            imports.append((node, around.guarded))
-            continue
-        if isinstance(node, ast.stmt):
-            around = _enter(out, node, around)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                if relevant is not None and node not in relevant:
-                    continue
-                # Decorators and defaults run where the function is defined.
-                outside = dataclasses.replace(around, function=around.function.parent or module)
-                for part in children_of(node):
-                    parents[part] = node
-                    stack.append((part, around if isinstance(part, ast.stmt) else outside))
-                continue
-        elif isinstance(node, ast.Call):
-            last = _last(node.func)
-            if last:
-                out.calls.setdefault(last, []).append(CallSite(node, around.function))
-            if not around.deferred:
-                out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
-        elif isinstance(node, ast.BinOp):
-            if isinstance(node.op, ast.Div):  # `//` counts steps; a loss is never divided like this
-                out.divisors.add(_text(node.right))
-        elif isinstance(node, ast.IfExp):
-            parents.update(dict.fromkeys((node.test, node.body, node.orelse), node))
-            stack.append((node.test, around))
-            for part, is_true in ((node.body, True), (node.orelse, False)):
-                choices = (*around.choices, Choice(node.test, is_true))
-                stack.append((part, dataclasses.replace(around, choices=choices)))
-            continue
-        elif isinstance(node, ast.Lambda):
-            around = dataclasses.replace(around, deferred=True)
-        elif isinstance(node, (ast.NamedExpr, ast.withitem)):
-            _bind(out, node, around.function)
-        for child in children_of(node):
-            parents[child] = node
-            stack.append((child, around))
-    imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))
-    for bindings in out.bindings.values():
-        bindings.sort(key=lambda b: getattr(b.node, "lineno", 0))
-    for calls in out.statement_calls.values():
-        # Inner calls end before the calls around them, which is also the order in which they run.
-        calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
-    out.names = read_names(imports)
-    for key, bindings in out.bindings.items():
-        # `autocast = torch.autocast`: a variable that only renames a name of torch.
-        fulls = {out.names.full(b.value) if b.value is not None and b.index is None else "" for b in bindings}
-        full = fulls.pop() if len(fulls) == 1 else ""
-        if full.startswith("torch.") and ".amp." in full and key.isidentifier() and key not in out.names.table:
-            out.names.table[key] = full
-    return out
-
-
-@dataclass(frozen=True)
-class _Around:
-    """What is around a node during the walk."""
-
-    function: Function
-    statement: ast.AST
-    cls: str = ""
-    guarded: bool = False  # inside try or if
-    deferred: bool = False  # inside a lambda
-    choices: tuple[Choice, ...] = ()  # the branches of `a if test else b` around it
-
-
-def _enter(out: Outline, node: ast.stmt, around: _Around) -> _Around:
-    function, cls, guarded = around.function, around.cls, around.guarded
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        a = node.args
-        params = tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
-        method = isinstance(out.parents[node], ast.ClassDef)
-        # A function nested in a method still has access to the method's self.
-        function = Function(node, node.name, cls, function, params, method=method)
-        out.add_function(function)
-    elif isinstance(node, ast.ClassDef):
-        cls = node.name
-        out.classes.setdefault(node.name, {})
-        out.bases[node.name] = tuple(node.bases)
-    elif isinstance(node, (ast.Try, ast.TryStar, ast.If)):
-        guarded = True
-    else:
-        _bind(out, node, function)
-    return _Around(function, node, cls, guarded)
-
-
-def _last(func: ast.expr) -> str:
+def last_name_of(func: ast.expr) -> str:
+    """The last name of what a call calls; "" if it is no name."""
     if isinstance(func, ast.Attribute):
         return func.attr
     return func.id if isinstance(func, ast.Name) else ""
-
-
-def _text(node: ast.AST) -> str:
-    key = key_of(node)
-    return key or ast.unparse(node)
-
-
-def _bind(out: Outline, node: ast.AST, function: Function) -> None:
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            _bind_target(out, target, node.value, function, node)
-    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-        if node.value is not None:
-            _bind_target(out, node.target, node.value, function, node)
-    elif isinstance(node, ast.AugAssign):
-        if isinstance(node.op, ast.Div):
-            out.divisors.add(_text(node.value))
-        elif isinstance(node.op, ast.Mult) and isinstance(node.value, ast.BinOp):
-            out.divisors.add(_text(node.value.right))
-    elif isinstance(node, (ast.For, ast.AsyncFor)):
-        _bind_target(out, node.target, None, function, node)
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        _bind_target(out, node.optional_vars, node.context_expr, function, node.optional_vars)
-
-
-def _bind_target(out: Outline, target: ast.expr, value: ast.expr | None, function: Function, node: ast.AST) -> None:
-    if isinstance(target, (ast.Tuple, ast.List)):
-        for index, element in enumerate(target.elts):
-            key = key_of(element)
-            if key:
-                out.bindings.setdefault(key, []).append(Binding(key, value, function, node, index))
-        return
-    key = key_of(target)
-    if key:
-        out.bindings.setdefault(key, []).append(Binding(key, value, function, node))

@@ -12,11 +12,10 @@ from __future__ import annotations
 import ast
 import copy
 
+from halfstep.check.script.syntax.children import parts_of
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["make_plain"]
-
-_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def make_plain(tree: ast.Module) -> None:
@@ -26,10 +25,7 @@ def make_plain(tree: ast.Module) -> None:
         node = stack.pop()
         if isinstance(node, (ast.With, ast.AsyncWith)):
             _nest(node)
-        for name in _BLOCKS:
-            block = getattr(node, name, None)
-            if not isinstance(block, list):
-                continue
+        for block in parts_of(node):
             for index, part in enumerate(block):
                 if isinstance(part, ast.Expr):
                     block[index] = _choose(part, block[index - 1] if index else None)

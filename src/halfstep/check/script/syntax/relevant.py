@@ -8,21 +8,26 @@ walking it. On real projects this avoids more than half of the work.
 from __future__ import annotations
 
 import ast
-import bisect
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
-__all__ = ["NO_WORDS", "RuleWords", "relevant_functions"]
+from halfstep.check.script.syntax.children import all_statements
 
+__all__ = ["NO_WORDS", "RuleWords", "relevant_functions", "shortest"]
+
+# The words that most relevant functions contain; half of the text remains to be searched for the others.
+_FREQUENT = ("dtype", "optim", "no_grad", "from_pretrained", "state_dict", "scale", "self.config =", "parameters(")
 _WORDS = (
-    "backward", ".step(", "zero_grad", "scale", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16", "precision",
-    "mixed", "clip_grad", "state_dict", "optim", ".grad", "no_grad", "inference_mode", "set_default", "masked_fill",
-    "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
-    "subdivision", "update_freq", "parameters(", "from_pretrained", "cross_entropy", "requires_grad",
+    *_FREQUENT, "backward", ".step(", "zero_grad", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16",
+    "precision", "mixed", "clip_grad", ".grad", "inference_mode", "set_default", "masked_fill",
+    "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "Trainer", "apex", "Sharded", "virtual",
+    "subdivision", "update_freq", "cross_entropy", "requires_grad",
     "peft", "Lora", "lora_",
     # A constructor that stores the settings: `self.cfg.dtype` of another method leads to it.
-    "self.cfg =", "self.config =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
+    "self.cfg =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
@@ -52,62 +57,48 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
 
     `words` are those that single rules declare, in addition to the common ones.
     """
-    starts = _line_starts(text)
+    starts = [*_line_starts(text), len(text)]
+    definitions = [n for n in all_statements(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = {f: text[starts[_first_line(f) - 1] : starts[f.end_lineno or f.lineno]] for f in definitions}
     losses: tuple[str, ...] = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
-    losses += tuple(f"{name}(" for name in dict.fromkeys(_CRITERION.findall(text)))
-    amp = {bisect.bisect_right(starts, match.start()) for match in _AMP.finditer(text)}
+    criteria = [f"{name}(" for name in dict.fromkeys(_CRITERION.findall(text))]
     forwards = _FORWARDS if "autocast" in text else ()
-    hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *forwards, *words))))
-    functions = _definitions(tree)
-    relevant = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
-    remaining = [f for f in functions if f not in relevant]
-    added = relevant
+    relevant = {f for f, lines in functions.items() if _AMP.search(lines)}
+    # The frequent words first, so that fewer functions are searched for the many others.
+    for some in (_FREQUENT, (*shortest((*_WORDS, *losses, *forwards, *words)), *criteria)):
+        relevant |= _with_words({f: lines for f, lines in functions.items() if f not in relevant}, some)
+    # Calls are searched below the line of `def`, which has the function's own name.
+    remaining = {f: text[starts[f.lineno] : starts[f.end_lineno or f.lineno]] for f in functions if f not in relevant}
+    added: Collection[ast.FunctionDef | ast.AsyncFunctionDef] = relevant
+    searched: set[str] = set()
     while remaining and added:
-        calls = tuple({f"{f.name}(" for f in added if not f.name.startswith("__")})
-        lines = _lines_with(text, starts, calls)
-        added = {f for f in remaining if _any_between(lines, f.lineno + 1, f.end_lineno or f.lineno)}
-        relevant = relevant | added
-        remaining = [f for f in remaining if f not in added]
+        calls = {f"{f.name}(" for f in added if not f.name.startswith("__")} - searched
+        searched |= calls
+        added = _with_words(remaining, calls)
+        relevant |= added
+        for function in added:
+            del remaining[function]
     # The attributes that a method reads are set where the object is created.
     return {*relevant, *(init for init, methods in _constructors(tree) if not relevant.isdisjoint(methods))}
+
+
+@cache
+def shortest(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words that contain no other one: a text that contains any of the words contains one of these."""
+    return tuple(word for word in dict.fromkeys(words) if not any(w in word for w in words if w != word))
+
+
+def _with_words(functions: dict[Def, str], words: Iterable[str]) -> set[Def]:
+    """The functions whose lines contain any of the words; most words occur in none, which one search shows."""
+    together = "\n".join(functions.values())
+    present = [word for word in words if word in together]
+    return {f for f, lines in functions.items() if any(word in lines for word in present)}
 
 
 def _line_starts(text: str) -> list[int]:
     if "\r" in text:
         return [0, *(m.end() for m in _BREAK.finditer(text))]
     return [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
-
-
-def _lines_with(text: str, starts: list[int], words: tuple[str, ...]) -> list[int]:
-    """The lines, from 1, that contain any of the words; plain searches are several times faster than one pattern."""
-    lines = set()
-    for word in words:
-        at = text.find(word)
-        while at >= 0:
-            line = bisect.bisect_right(starts, at)
-            lines.add(line)
-            at = text.find(word, starts[line]) if line < len(starts) else -1
-    return sorted(lines)
-
-
-def _any_between(numbers: list[int], first: int, last: int) -> bool:
-    at = bisect.bisect_left(numbers, first)
-    return at < len(numbers) and numbers[at] <= last
-
-
-def _definitions(tree: ast.Module) -> list[Def]:
-    """Every function definition; only statements are visited."""
-    functions: list[Def] = []
-    stack: list[ast.AST] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            functions.append(node)
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inner = getattr(node, name, None)
-            if isinstance(inner, list):
-                stack.extend(inner)
-    return functions
 
 
 def _constructors(tree: ast.Module) -> list[tuple[Def, list[ast.stmt]]]:
@@ -122,4 +113,4 @@ def _constructors(tree: ast.Module) -> list[tuple[Def, list[ast.stmt]]]:
 
 
 def _first_line(function: Def) -> int:
-    return min((function.lineno, *(d.lineno for d in function.decorator_list)))
+    return min([function.lineno, *(d.lineno for d in function.decorator_list)])
