@@ -62,7 +62,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Layout:
     """The buffers that a step began with, so that a later one with the same need not look for them again."""
 
     identities: list[Any]
@@ -79,7 +79,7 @@ class BufferGuard:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables, self._registered = _tables(model), count_registrations(model)
-        self._found: _Found | None = None
+        self._layout: _Layout | None = None
         self._replaces = False  # whether a forward has replaced a buffer
         self._saved: list[_Saved] | None = None
 
@@ -88,9 +88,9 @@ class BufferGuard:
         """Copy the buffers; does nothing if this step has already begun."""
         if self._saved is not None:
             return
-        identities, found = self._identify(), self._found
-        if found is not None and found.identities == identities:
-            self._saved = [_Saved(g, torch.cat(rows)) for g, rows in zip(found.groups, found.rows, strict=True)]
+        identities, layout = self._identify(), self._layout
+        if layout is not None and layout.identities == identities:
+            self._saved = [_Saved(g, torch.cat(rows)) for g, rows in zip(layout.groups, layout.rows, strict=True)]
             return
         buffers = self.named()
         self._saved = _copies(buffers)
@@ -98,7 +98,7 @@ class BufferGuard:
         keep = not self._replaces and all(b.is_contiguous() for b in buffers.values())
         groups = [saved.group for saved in self._saved] if keep else []
         rows = [_rows(buffers[name] for name in group.names) for group in groups]
-        self._found = _Found(identities, groups, rows) if keep else None
+        self._layout = _Layout(identities, groups, rows) if keep else None
 
     @property
     def copies(self) -> list[Tensor]:
@@ -108,12 +108,12 @@ class BufferGuard:
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:
         """Restore the buffers if the flag is not 0, without reading it."""
-        groups, self._saved, found = self._saved or [], None, self._found
-        if found is not None and groups and found.identities == self._identify():
-            for saved, rows in zip(groups, found.rows, strict=True):
+        groups, self._saved, layout = self._saved or [], None, self._layout
+        if layout is not None and groups and layout.identities == self._identify():
+            for saved, rows in zip(groups, layout.rows, strict=True):
                 torch._foreach_copy_(rows, torch.split(saved.chosen(found_inf, rows), saved.group.sizes))
             return
-        self._replaces, self._found = self._replaces or (found is not None and bool(groups)), None
+        self._replaces, self._layout = self._replaces or (layout is not None and bool(groups)), None
         buffers = self.named() if groups else {}
         for saved in groups:
             now = [buffers.get(name) for name in saved.group.names]

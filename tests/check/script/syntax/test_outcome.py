@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from halfstep.check.script.syntax.outcome import outcome
-from halfstep.check.script.syntax.outline import read_outline
+from halfstep.check.script.syntax.visit import read_outline
 
 SOURCE = """\
 def pick(name, half=True):
