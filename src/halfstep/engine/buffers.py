@@ -10,9 +10,9 @@ write into.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,15 @@ class _Saved:
 class _Layout:
     """The buffers that a step began with, so that a later one with the same need not look for them again."""
 
-    identities: list[Any]
+    present: list[Tensor | None]  # in the modules' tables
+    buffers: list[Tensor]  # those that are saved
+    extents: list[tuple[int, int]]  # their addresses and numbers of elements
     groups: list[_Group]
     rows: list[list[Tensor]]  # of each group, as one-dimensional views
 
 
 SavedBuffers = Sequence[_Saved]
+_PLAIN = (Tensor, nn.Parameter)  # not the fake ones of a plan, which have no address
 
 
 class BufferGuard:
@@ -88,17 +91,27 @@ class BufferGuard:
         """Copy the buffers; does nothing if this step has already begun."""
         if self._saved is not None:
             return
-        identities, layout = self._identify(), self._layout
-        if layout is not None and layout.identities == identities:
+        layout = self._layout
+        if layout is not None and self._is_current(layout):
             self._saved = [_Saved(g, torch.cat(rows)) for g, rows in zip(layout.groups, layout.rows, strict=True)]
             return
         buffers = self.named()
         self._saved = _copies(buffers)
         # A buffer that is replaced in every forward would stay in memory until the next step.
-        keep = not self._replaces and all(b.is_contiguous() for b in buffers.values())
-        groups = [saved.group for saved in self._saved] if keep else []
-        rows = [_rows(buffers[name] for name in group.names) for group in groups]
-        self._layout = _Layout(identities, groups, rows) if keep else None
+        keep = not self._replaces and all(type(b) in _PLAIN and b.is_contiguous() for b in buffers.values())
+        self._layout = self._laid_out(buffers) if keep else None
+
+    def _laid_out(self, named: Mapping[str, Tensor]) -> _Layout:
+        groups = [saved.group for saved in self._saved or ()]
+        buffers = [named[name] for group in groups for name in group.names]
+        rows = [_rows(named[name] for name in group.names) for group in groups]
+        return _Layout(self._present(), buffers, [_extent(b) for b in buffers], groups, rows)
+
+    def _is_current(self, layout: _Layout) -> bool:
+        """Whether the modules have the same tensors, in the same memory."""
+        present = self._present()
+        same = len(present) == len(layout.present) and all(map(operator.is_, present, layout.present))
+        return same and [_extent(b) for b in layout.buffers] == layout.extents
 
     @property
     def copies(self) -> list[Tensor]:
@@ -109,7 +122,7 @@ class BufferGuard:
     def restore_if(self, found_inf: Tensor) -> None:
         """Restore the buffers if the flag is not 0, without reading it."""
         groups, self._saved, layout = self._saved or [], None, self._layout
-        if layout is not None and groups and layout.identities == self._identify():
+        if layout is not None and groups and self._is_current(layout):
             for saved, rows in zip(groups, layout.rows, strict=True):
                 torch._foreach_copy_(rows, torch.split(saved.chosen(found_inf, rows), saved.group.sizes))
             return
@@ -154,8 +167,8 @@ class BufferGuard:
             self._tables, self._registered = _tables(self._model), count_registrations(self._model)
         return ((prefix, table) for prefix, table in self._tables if table)
 
-    def _identify(self) -> list[Any]:
-        return [_identity(b) for _, table in self.tables() for b in table.values()]
+    def _present(self) -> list[Tensor | None]:
+        return [b for _, table in self.tables() for b in table.values()]
 
     def named(self) -> dict[str, Tensor]:
         """The buffers that are saved and restored, by their names."""
@@ -178,12 +191,8 @@ def _tables(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     return [(name, module._buffers) for name, module in model.named_modules()]  # noqa: SLF001 - named_buffers() walks over all modules
 
 
-def _identity(buffer: Tensor | None) -> Any:
-    """What changes when a buffer becomes another tensor, or the same one with other memory."""
-    if buffer is None or buffer.layout is not torch.strided:
-        return id(buffer)
-    storage = buffer.untyped_storage()._cdata  # noqa: SLF001 - fake tensors have one too
-    return id(buffer), storage, buffer.storage_offset(), buffer.shape, buffer.stride()
+def _extent(buffer: Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), buffer.numel()
 
 
 def _copies(buffers: Mapping[str, Tensor]) -> list[_Saved]:
