@@ -20,7 +20,8 @@ __all__ = ["Constants", "Scoped"]
 Scoped = tuple[ast.expr, Function]  # an expression, and the function that contains it
 MAX_DEPTH = 6
 MAX_LENGTH = 40  # of a string: a longer one is a path or a text
-_DTYPES = {f"torch.{name}" for name in ("float16", "half", "bfloat16", "float32", "float")}
+_DTYPE_NAMES = {"float16", "half", "bfloat16", "float32", "float"}
+_DTYPES = {f"torch.{name}" for name in _DTYPE_NAMES}
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler, ast.Match)
 _CHANGES = {"update", "setdefault", "pop", "clear", "popitem"}  # of a dictionary
 # Objects whose attributes are the keywords, or the entries of the dictionary, that they are created from.
@@ -36,6 +37,8 @@ class Constants:
     def __init__(self, outline: Outline) -> None:
         self.outline = outline
         calls = outline.calls
+        self.has_dtypes = not _DTYPE_NAMES.isdisjoint(outline.loads.keys() | outline.strings)
+        self._variables: dict[tuple[str, Function], Scoped | None] = {}
         # nanoGPT's configurator and the like: every global may be changed by name.
         self.fixed_globals = not {"exec", "globals", "eval"} & calls.keys()
         self.fixed_attributes = (
@@ -54,7 +57,10 @@ class Constants:
     def source(self, node: ast.expr, function: Function) -> Scoped | None:
         """What a setting is set to, if that happens once and under no condition."""
         if isinstance(node, ast.Name):
-            return self._variable(node.id, function)
+            key = (node.id, function)
+            if key not in self._variables:
+                self._variables[key] = self._variable(*key)
+            return self._variables[key]
         if isinstance(node, ast.Attribute):
             return self._attribute(node, function) if self.fixed_attributes else None
         if isinstance(node, ast.Subscript):

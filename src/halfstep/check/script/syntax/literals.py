@@ -40,7 +40,7 @@ def write_in_place(outline: Outline) -> None:
                 is_off = isinstance(literal, ast.Constant) and not literal.value
                 if literal is not None and not (is_off and keyword.arg in _SWITCHES):
                     keyword.value = _written(outline, literal, keyword.value, keyword)
-            for index, value in enumerate(call.args):
+            for index, value in enumerate(call.args if constants.has_dtypes else ()):
                 literal = _setting(constants, value, function)
                 if isinstance(literal, ast.Attribute):  # a dtype, `.to(cfg.dtype)`: other arguments differ in meaning
                     call.args[index] = _written(outline, literal, value, call)

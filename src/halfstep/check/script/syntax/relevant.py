@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -31,7 +31,8 @@ _WORDS = (
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
-_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*(?:BCE|CrossEntropy)Loss\(")  # a loss under any name
+_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is assigned to a name
+_CREATED = re.compile(r"(?:BCE|CrossEntropy)Loss\(")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
@@ -61,7 +62,7 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
     definitions = [n for n in all_statements(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     functions = {f: text[starts[_first_line(f) - 1] : starts[f.end_lineno or f.lineno]] for f in definitions}
     losses: tuple[str, ...] = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
-    criteria = [f"{name}(" for name in dict.fromkeys(_CRITERION.findall(text))]
+    criteria = [f"{name}(" for name in dict.fromkeys(_criteria(text))]
     forwards = _FORWARDS if "autocast" in text else ()
     relevant = {f for f, lines in functions.items() if _AMP.search(lines)}
     # The frequent words first, so that fewer functions are searched for the many others.
@@ -80,6 +81,14 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
             del remaining[function]
     # The attributes that a method reads are set where the object is created.
     return {*relevant, *(init for init, methods in _constructors(tree) if not relevant.isdisjoint(methods))}
+
+
+def _criteria(text: str) -> Iterator[str]:
+    """The names that a binary or other cross-entropy is assigned to; the text is searched for the class, which is rare."""
+    for match in _CREATED.finditer(text):
+        before = _CRITERION.search(text, text.rfind("\n", 0, match.start()) + 1, match.start())
+        if before is not None:
+            yield before[1]
 
 
 @cache
