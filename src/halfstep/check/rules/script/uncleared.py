@@ -359,7 +359,8 @@ class StepEveryMicroBatch(TraceRule):
         back = next(earlier(trace, index, "backward", *STEPS), None)
         if back is None or trace[back].kind != "backward" or trace[back].loops != event.loops or not event.loops:
             return None
-        if not only_settings(script, event, trace[back]) or not only_settings(script, trace[back], event):
+        # A batch without a backward, whose loss is None, is stepped as well.
+        if not only_settings(script, event, trace[back]) or set(trace[back].accumulating) - set(event.guards):
             return None
         others = {e.optimizer for e in trace if e.kind in STEPS} - {event.optimizer}  # a discriminator's
         cleared = [e for e in trace if e.kind == "zero_grad" and e.optimizer not in others and compatible(e, event)]
