@@ -12,7 +12,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -241,8 +241,9 @@ class ClearedEveryMicroBatch(TraceRule):
             return None
         steps = [trace[i] for i in itertools.takewhile(lambda i: trace[i].kind in STEPS, following[1:])]
         step = next((e for e in steps if self._clears(trace, index, back, Window(e, ""))), None)
-        if step is None or step.kind == "owned_step":
-            return None
+        before = [trace[i] for i in earlier(trace, index, *STEPS) if trace[i].loops == event.loops]
+        if step is None or step.kind == "owned_step" or any(e.optimizer == step.optimizer for e in before):
+            return None  # after a step, it clears what that step has used
         ends = [g for g in event.accumulating if g in step.guards and g not in trace[back].guards]
         guard = next((g for g in ends if g.is_true and length_of(script, g)), None)
         early, late = (replace(e, guards=tuple(g for g in e.guards if g != guard)) for e in (event, step))
@@ -253,6 +254,8 @@ class ClearedEveryMicroBatch(TraceRule):
         ):
             return None
         if between(trace, index, trace.index(step), "grad_read", "handed", "autograd_grad"):
+            return None
+        if _is_counted_between(guard, event, step):
             return None
         return self.finding(
             script.where(event.node),
@@ -322,6 +325,14 @@ def _is_trial(script: Script, event: Event) -> bool:
     source = loops[-1].iter if loops and isinstance(loops[-1], ast.For) else None
     is_range = isinstance(source, ast.Call) and text_of(source.func) == "range"
     return isinstance(source, ast.Call) and is_range and all(isinstance(constant(a), int) for a in source.args)
+
+
+def _is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
+    """Whether a variable of a condition changes between two events, so that the same text is true in another iteration."""
+    first, last = (getattr(e.node, "lineno", 0) for e in (event, step))
+    stored = (n for n in ast.walk(event.function.node) if isinstance(getattr(n, "ctx", None), ast.Store))
+    names = {key_of(n) for n in stored if first <= getattr(n, "lineno", 0) <= last}
+    return event.function is not step.function or bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
 
 
 def _cleared(event: Event) -> str:
