@@ -33,9 +33,9 @@ class StuckWindow:
 def stuck_window(script: Script, step: Event) -> StuckWindow | None:
     """The test around a step that reads a counter which only the branch of the step advances; None if there is none."""
     for place in (step.node, *reversed(step.roots)):
-        found = _around(script, place)
-        if found is not None:
-            return found
+        window = _around(script, place)
+        if window is not None:
+            return window
     return None
 
 
