@@ -48,6 +48,8 @@ def test_what_follows_a_region_entered_by_hand_is_inside(enter):
         ("    ctx = torch.no_grad()\n    ctx.__enter__()", "pass"),
         ("    ctx = open('log')\n    ctx.__enter__()", "pass"),
         (f"    with ExitStack() as stack:\n        stack.enter_context({REGION})\n        warm_up(model)", "pass"),
+        (f"    stack = ExitStack()\n    stack.enter_context({REGION})\n    with stack: warm_up(model)", "pass"),
+        (f"    stack = ExitStack()\n    stack.enter_context({REGION})\n    warm_up(model)\n    stack.close()", "pass"),
         (f"    ctx = {REGION}\n    ctx.__enter__()\n    warm_up(model)\n    ctx.__exit__(None, None, None)", "pass"),
     ],
 )
@@ -90,6 +92,7 @@ OUTSIDE = """\
         (OUTSIDE.format(loss="criterion(out, y)"), [7]),
         (OUTSIDE.format(loss="torch.nn.functional.mse_loss(out.squeeze(1), y)"), [7]),
         (OUTSIDE.format(loss="criterion(out, y) + 0.1 * dice_loss(out, y).mean()"), [7]),
+        (OUTSIDE.format(loss="sum(criterion(out, y).values())"), [7]),
         (OUTSIDE.format(loss="criterion(model(out), y)"), []),
         (OUTSIDE.format(loss="perceptual_loss(out, y)"), []),
         (OUTSIDE.format(loss="head(out, y)"), []),

@@ -43,7 +43,7 @@ _NETWORK = re.compile(
 )  # losses that run a network
 _OF_TENSORS = {
     "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
-    "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "print",
+    "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",
 }  # fmt: skip
 _LOOP = """\
 import torch

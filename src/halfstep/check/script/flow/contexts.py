@@ -36,6 +36,7 @@ class Contexts:
         self.function = function
         self.known: dict[str, _Context] = {}  # by variable
         self.opened: dict[ast.expr, ast.With] = {}  # contexts entered by hand
+        self.stacks: dict[ast.AST, str] = {}  # the ExitStack of a context
         self.has_opened = bool({"__enter__", "enter_context"} & outline.calls.keys())
 
     def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
@@ -76,15 +77,16 @@ class Contexts:
         """The regions of what follows a statement that may call `__enter__` or `__exit__`, and the blocks that start there."""
         if not self.has_opened:
             return regions, []
-        regions = tuple(r for r in regions if not _is_left(statement, r))
+        regions = tuple(r for r in regions if not _is_left(statement, r, self.stacks.get(r.node, "")))
         blocks = []
-        for context in _entered_by_hand(statement) if rest else ():
+        for context, stack in _entered_by_hand(statement) if rest else ():
             region = self.region(context, guards, depth)
             if region.kind == "autocast":
                 # As if the rest of the block were inside `with`.
                 new = ast.copy_location(ast.With([ast.withitem(context)], []), context)
                 block = self.opened.setdefault(context, new)
                 block.body += rest
+                self.stacks[context] = stack
                 regions = (*regions, region)
                 blocks.append(block)
         return regions, blocks
@@ -102,21 +104,23 @@ class Contexts:
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
 
 
-def _entered_by_hand(statement: ast.stmt) -> Iterator[ast.expr]:
-    """The contexts that a statement enters for the rest of its block: `autocast().__enter__()`, also under a condition."""
+def _entered_by_hand(statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
+    """The contexts that a statement enters for the rest of its block, also under a condition, each with its ExitStack."""
     for call in _calls(statement):
         assert isinstance(call.func, ast.Attribute)
         if call.func.attr == "__enter__":
-            yield call.func.value
-        elif call.func.attr == "enter_context" and len(call.args) == 1:  # of an ExitStack, which leaves it at its end
-            yield call.args[0]
+            yield call.func.value, ""
+        elif call.func.attr == "enter_context" and len(call.args) == 1:
+            yield call.args[0], key_of(call.func.value)
 
 
-def _is_left(statement: ast.stmt, region: Region) -> bool:
-    """Whether a statement leaves a region that was entered by hand: `ctx.__exit__(None, None, None)`."""
+def _is_left(statement: ast.stmt, region: Region, stack: str) -> bool:
+    """Whether a statement leaves a region that was entered by hand, or by a stack: `ctx.__exit__(None, None, None)`."""
     funcs = [call.func for call in _calls(statement)]
-    left = [f.value for f in funcs if isinstance(f, ast.Attribute) and f.attr == "__exit__"]
-    return any(isinstance(node, ast.Attribute | ast.Name) and text_of(node) == text_of(region.node) for node in left)
+    left = [f.value for f in funcs if isinstance(f, ast.Attribute) and f.attr in {"__exit__", "close"}]
+    if isinstance(statement, ast.With):
+        left += [item.context_expr for item in statement.items]  # `with stack:` leaves what `stack` has entered
+    return any(key and key in {stack, key_of(region.node)} for key in map(key_of, left))
 
 
 def _calls(statement: ast.stmt) -> Iterator[ast.Call]:
