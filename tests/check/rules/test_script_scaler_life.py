@@ -166,3 +166,57 @@ for epoch in range(9):
     validate(loader)
 """
     assert [f.line for f in findings(text, "HS121")] == expected
+
+
+BRANCHED = """\
+import torch
+{checkpoint}
+def main(args):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if {test}:
+        scaler = torch.amp.GradScaler('cuda')
+    else:
+        {other}
+    train(
+        model,
+        optimizer,
+        {passed},
+    )
+def train(model, optimizer, scaler):
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16): loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+main(args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "other", "passed", "expected"),
+    [
+        ("checkpoint is None", "checkpoint = torch.load(checkpoint)", "scaler", [13]),
+        ("args.resume is None", "state = torch.load(args.resume)", "scaler=scaler", [13]),
+        ("args.resume is None", "scaler = load(args.resume)", "scaler", []),
+        ("args.resume is None", "raise SystemExit", "scaler", []),
+    ],
+)
+def test_a_scaler_of_one_branch_that_is_passed_on_is_unbound_in_the_other(test, other, passed, expected):
+    """HS132 reports the argument that reads the variable; what the other branch assigns later does not matter."""
+    text = BRANCHED.format(checkpoint="checkpoint = None", test=test, other=other, passed=passed)
+    assert [f.line for f in findings(text, "HS132")] == expected
+
+
+def test_an_attribute_that_copies_a_parameter_is_the_same_setting():
+    """HS132 knows that `self.args.deepspeed` is `args.deepspeed`, so that only the other condition is missing."""
+    text = (
+        "import torch\nclass Trainer:\n    def __init__(self, args, model):\n        self.args = args\n        self.model = model\n"
+        "        if args.deepspeed: self.engine = start(model)\n        elif args.parallel: self.model = wrap(model)\n"
+        "        else: self.scaler = torch.amp.GradScaler('cuda')\n"
+        "    def step(self, loss):\n        if self.args.deepspeed: self.engine.backward(loss)\n        else:\n"
+        "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
+    )
+    assert [f.line for f in findings(text, "HS132")] == [12]
+    assert not findings(text.replace("        else:\n", "        elif not self.args.parallel:\n"), "HS132")

@@ -12,6 +12,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -26,6 +27,7 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
+_BOTH = "accelerator.accumulate(unet, text_encoder)"
 _SETTING = """\
 from accelerate import Accelerator
 
@@ -138,7 +140,7 @@ class Trainer(BaseTrainer):
 
 
 class AccumulateEnteredTwice(ScriptRule):
-    """accelerator.accumulate is entered twice in one iteration."""
+    """accelerator.accumulate is entered twice in one iteration, or its counter is reset in each."""
 
     code = "HS178"
     name = "accumulate-entered-twice"
@@ -146,19 +148,21 @@ class AccumulateEnteredTwice(ScriptRule):
     reason = (
         "Each entry of `accelerator.accumulate` counts one micro-batch, whatever model it receives. Entered twice per iteration, "
         "with n accumulation steps the window ends after n/2 iterations, although the loss is divided by n. With two blocks one "
-        "after the other and an even n, the first never reaches the end of a window. Pass all models to one call."
+        "after the other and an even n, the first never reaches the end of a window. Pass all models to one call. "
+        "`accelerator.free_memory()` sets the counter back to 0: called in each iteration, no window ends before the data does."
     )
     bad = (
         _TWO_MODELS.format(contexts="accelerator.accumulate(unet), accelerator.accumulate(text_encoder)"),
         _INHERITED.format(second="with self.accelerator.accumulate(self.net):\n            "),
+        _TWO_MODELS.format(contexts=_BOTH).replace("    with", "    accelerator.free_memory()\n    with"),
     )
     good = (
-        _TWO_MODELS.format(contexts="accelerator.accumulate(unet, text_encoder)"),
+        _TWO_MODELS.format(contexts=_BOTH) + "accelerator.free_memory()\n",
         _INHERITED.format(second=""),
     )
     references = (
         "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.accumulate",
-        "measured: source code of accelerate 1.15.0, accumulate and _do_sync",
+        "measured: source code of accelerate 1.15.0, accumulate, _do_sync and free_memory",
     )
     words = ("Accelerator", "accelerator.accumulate")
 
@@ -172,26 +176,52 @@ class AccumulateEnteredTwice(ScriptRule):
             ):
                 continue
             owner = key_of(call.func.value)
-            engine = engine_at(script, owner, function) if owner else None
             around = _around(script, call)
-            if engine is None or engine.library != ACCELERATE or not around:
+            steps = _steps(script, owner, function) if around else ""
+            if not steps:
                 continue
-            if engine.steps is None and engine.is_created:
-                continue  # 1
-            steps = constant(engine.steps) if engine.steps is not None else ...
-            if steps in {1, None}:
-                continue
+            if (reset := _reset(script, owner, around[0])) is not None:
+                yield self.finding(
+                    script.where(reset),
+                    f"{_above_one(steps)}`{text_of(reset.func)}` sets the counter of `{owner}.accumulate` ({script.at(call)}) back to 0 in "
+                    "every iteration: the optimizer steps at most once per epoch, at the end of the data",
+                    instead="call it after the training",
+                    severity="error",
+                )
+                return
             other = first.setdefault((owner, around), call)
             if other is call:
                 continue
-            setting = text_of(engine.steps) if engine.steps is not None else "gradient_accumulation_steps"
-            condition = "" if isinstance(steps, int) else f"if `{setting}` is above 1, "
             yield self.finding(
                 script.where(call),
-                f"{condition}`{owner}.accumulate` counts this iteration a second time (first on {script.at(other)}): windows have half "
+                f"{_above_one(steps)}`{owner}.accumulate` counts this iteration a second time (first on {script.at(other)}): windows have half "
                 "the micro-batches by which the loss is divided",
                 instead=f"{owner}.accumulate(...) once, with all the models",
             )
+
+
+def _steps(script: Script, owner: str, function: Function) -> str:
+    """The number of steps that an Accelerator accumulates over, as the script writes it; "" if it is 1, or no Accelerator is known."""
+    engine = engine_at(script, owner, function) if owner else None
+    if engine is None or engine.library != ACCELERATE:
+        return ""
+    if engine.steps is None:
+        return "" if engine.is_created else "gradient_accumulation_steps"
+    return "" if constant(engine.steps) in {1, None} else text_of(engine.steps)
+
+
+def _above_one(steps: str) -> str:
+    return "" if steps.isdigit() else f"if `{steps}` is above 1, "
+
+
+def _reset(script: Script, owner: str, loop: ast.AST) -> ast.Call | None:
+    """A call in every iteration of a loop that resets an Accelerator."""
+    sites = [site for name in ("free_memory", "clear") for site in script.outline.calls.get(name, ())]
+    for call, _ in sites:
+        is_own = isinstance(call.func, ast.Attribute) and key_of(call.func.value) == owner
+        if is_own and _around(script, call) == (loop,):
+            return call
+    return None
 
 
 def _around(script: Script, call: ast.Call) -> tuple[ast.AST, ...]:

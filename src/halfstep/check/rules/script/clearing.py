@@ -12,10 +12,11 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
+    between,
     earlier,
     implied,
     later,
@@ -29,6 +30,7 @@ from halfstep.check.script.flow.window import (
     accumulated_over,
     branched,
     depth_without_optimizers,
+    length_of,
     targets_of,
 )
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
@@ -105,7 +107,11 @@ class ClearedEveryMicroBatch(TraceRule):
         window = next((w for back, w in windows if w is not None and self._clears(trace, index, back, w)), None)
         window = window or self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
         if window is None:
-            return self._before_sync(script, trace, index) or self._steps_always(script, trace, index)
+            return (
+                self._before_sync(script, trace, index)
+                or self._at_end(script, trace, index)
+                or self._steps_always(script, trace, index)
+            )
         if window.guard in event.guards:
             return None  # cleared at the end of the window
         steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
@@ -226,6 +232,39 @@ class ClearedEveryMicroBatch(TraceRule):
             instead="clear the gradients after the step",
         )
 
+    def _at_end(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a zero_grad in the iteration that ends a window, before its backward and step."""
+        event = trace[index]
+        following = [i for i in later(trace, index, *_BACKWARDS, *STEPS) if trace[i].loops == event.loops]
+        back = following[0] if following and event.accumulating and event.loops else 0
+        if not back or trace[back].kind not in _BACKWARDS:
+            return None
+        steps = [trace[i] for i in itertools.takewhile(lambda i: trace[i].kind in STEPS, following[1:])]
+        step = next((e for e in steps if self._clears(trace, index, back, Window(e, ""))), None)
+        before = [trace[i] for i in earlier(trace, index, *STEPS) if trace[i].loops == event.loops]
+        if step is None or step.kind == "owned_step" or any(e.optimizer == step.optimizer for e in before):
+            return None  # after a step, it clears what that step has used
+        ends = [g for g in event.accumulating if g in step.guards and g not in trace[back].guards]
+        guard = next((g for g in ends if g.is_true and length_of(script, g)), None)
+        early, late = (replace(e, guards=tuple(g for g in e.guards if g != guard)) for e in (event, step))
+        if (
+            guard is None
+            or not only_settings(script, early, trace[back])
+            or not only_settings(script, late, trace[back])
+        ):
+            return None
+        if between(trace, index, trace.index(step), "grad_read", "handed", "autograd_grad"):
+            return None
+        if _is_counted_between(guard, event, step):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{_cleared(event)}` runs when `{guard.text}`, like the step of line {script.where(step.node).line}, but before the "
+            "backward: the gradients of the other micro-batches are discarded",
+            instead="clear the gradients right after the step",
+            severity="error",
+        )
+
     def _steps_always(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a step on every micro-batch of a loss that is divided by their number."""
         event = trace[index]
@@ -286,6 +325,14 @@ def _is_trial(script: Script, event: Event) -> bool:
     source = loops[-1].iter if loops and isinstance(loops[-1], ast.For) else None
     is_range = isinstance(source, ast.Call) and text_of(source.func) == "range"
     return isinstance(source, ast.Call) and is_range and all(isinstance(constant(a), int) for a in source.args)
+
+
+def _is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
+    """Whether a variable of a condition changes between two events, so that the same text is true in another iteration."""
+    first, last = (getattr(e.node, "lineno", 0) for e in (event, step))
+    stored = (n for n in ast.walk(event.function.node) if isinstance(getattr(n, "ctx", None), ast.Store))
+    names = {key_of(n) for n in stored if first <= getattr(n, "lineno", 0) <= last}
+    return event.function is not step.function or bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
 
 
 def _cleared(event: Event) -> str:

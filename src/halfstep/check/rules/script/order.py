@@ -379,7 +379,7 @@ class ClipAfterStep(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A clip between a step and the next backward."""
         event = trace[index]
-        before = next(earlier(trace, index, "backward", "owned_backward", "zero_grad", *STEPS), None)
+        before = next(earlier(trace, index, "backward", "owned_backward", "handed", *STEPS), None)
         if before is None or trace[before].kind not in {"scaler_step", "opt_step"}:
             return None
         step = trace[before]

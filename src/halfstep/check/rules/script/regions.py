@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, switched_off
+from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.values import Autocast, autocasts_of
+from halfstep.check.script.objects.values import Autocast, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -37,6 +37,14 @@ _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itsel
 _COMMENTED = re.compile(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = re.compile(r"^\s*#.*|#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
+_LOSS = re.compile(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
+_NETWORK = re.compile(
+    r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE
+)  # losses that run a network
+_OF_TENSORS = {
+    "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
+    "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",
+}  # fmt: skip
 _LOOP = """\
 import torch
 model = torch.nn.Linear(8, 2).cuda()
@@ -83,7 +91,11 @@ class ScalerWithoutAutocast(TraceRule):
         if event.scaled != "yes" or not event.scaler or switched_off(script, event):
             return None
         if _mentions_16_bits(script):
-            return self._disabled(script, trace, index)
+            return (
+                self._disabled(script, trace, index)
+                or self._around_loss(script, trace, index)
+                or self._never_entered(script, trace, index)
+            )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
@@ -106,7 +118,7 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or not all(map(_computes_float32, autocasts)):
             return None
         is_off = all(a.enabled == "no" for a in autocasts)
-        if not is_off and any(e.kind == "cast" and e.scaled in SIXTEEN_BIT for e in trace):
+        if not is_off and _casts(trace):
             return None
         before = [e for e in trace if e.loops[:1] == event.loops[:1] and compatible(e, event)]
         forwards = [e for e in before if e.kind == "forward" and not e.inside("no_grad")]
@@ -124,10 +136,86 @@ class ScalerWithoutAutocast(TraceRule):
             instead="enable the region, or remove the scaler" if is_off else "dtype=torch.float16, or remove both",
         )
 
+    def _around_loss(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a region that contains the loss function alone, with the model called above it."""
+        event = trace[index]
+        opened = region_of_loss(script, trace, index)
+        region = opened.autocast() if opened is not None else None
+        if opened is None or region is None or opened.function is not event.function or opened.loops != event.loops:
+            return None
+        if not isinstance(opened.node, ast.With) or not _calls_losses_only(script, opened.node):
+            return None
+        last = next(earlier(trace, index, *STEPS), -1)
+        near = [e for e in trace[last + 1 : index] if e.kind == "forward" and e.loops == event.loops]
+        forwards = [e for e in near if compatible(e, event) and not e.inside("no_grad")]
+        if not forwards or any(e.inside("autocast") or e.inside("owned") for e in forwards) or _casts(trace[:index]):
+            return None
+        read = {n.id for n in ast.walk(opened.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        outside = next((e for e in forwards if e.function is event.function and _results(script, e) & read), None)
+        if outside is None or outside.node.lineno > opened.node.lineno:  # type: ignore[attr-defined]
+            return None
+        return self.finding(
+            script.where(opened.node),
+            f"only the loss is computed under autocast: `{outside.local.subject}` runs before it (line "
+            f"{script.where(outside.node).line}), in float32 unless it opens a region itself, and `{event.local.scaler}` scales its gradients",
+            instead="call the model inside the region as well, or remove the region and the scaler",
+        )
+
+    def _never_entered(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for regions that all are under a constant which is off, in a run that still scales the loss."""
+        event = trace[index]
+        entered = [e for e in trace if e.kind == "enter_autocast" and not e.inside("no_grad")]
+        flags = [next((g for g in e.guards if g not in event.guards and _is_off(script, g)), None) for e in entered]
+        scalers = script.scalers_named(event.scaler)
+        if not flags or flags[0] is None or not all(flags) or not scalers or _casts(trace[:index]):
+            return None
+        forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops == event.loops]
+        if not any(compatible(e, event) and flags[0] not in e.guards and not e.regions for e in forwards):
+            return None
+        condition = flags[0].text if flags[0].is_true else f"not {flags[0].text}"
+        return self.finding(
+            script.where(scalers[0].node),
+            f"`{scalers[0].key}` scales the loss, but no region is ever entered: `{condition}` is never true "
+            f"({script.at(entered[0].node)}), and everything runs in float32",
+            instead=f"GradScaler(..., enabled={condition})",
+        )
+
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+
+
+def _casts(events: Sequence[Event]) -> bool:
+    """Whether anything is cast to 16 bits by hand."""
+    return any(e.kind == "cast" and e.scaled in SIXTEEN_BIT for e in events)
+
+
+def _calls_losses_only(script: Script, block: ast.With) -> bool:
+    """Whether all that a block calls are loss functions, and functions and methods of tensors."""
+    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    names = [text_of(call.func).rsplit(".", 1)[-1] for call in calls]
+    is_loss = [bool(_LOSS.search(name)) and not _NETWORK.search(name) for name in names]
+    is_tensor = [
+        name in _OF_TENSORS or script.outline.names.full(c.func).startswith("torch.")
+        for c, name in zip(calls, names, strict=True)
+    ]
+    return any(is_loss) and all(a or b for a, b in zip(is_loss, is_tensor, strict=True))
+
+
+def _results(script: Script, forward: Event) -> set[str]:
+    """The variables that the statement of a forward assigns."""
+    statement = script.statement(forward.node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+
+
+def _is_off(script: Script, guard: Guard) -> bool:
+    """Whether a condition is a constant of the file, assigned once, that makes it false."""
+    bindings = script.outline.bindings.get(guard.text, ())
+    value = constant(bindings[0].value) if len(bindings) == 1 and bindings[0].function is script.outline.module else ...
+    is_parameter = any(guard.text in function.params for function in script.outline.functions)
+    return isinstance(value, bool) and value is not guard.is_true and not is_parameter
 
 
 def _computes_float32(autocast: Autocast) -> bool:

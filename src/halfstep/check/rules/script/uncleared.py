@@ -9,7 +9,13 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.gradients import backward_of_other_branch, clears, never_stepped
+from halfstep.check.script.flow.gradients import (
+    backward_of_other_branch,
+    clears,
+    moves_gradients,
+    never_stepped,
+    steps_only,
+)
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -20,6 +26,7 @@ from halfstep.check.script.flow.order import (
     only_settings,
     without_amp,
 )
+from halfstep.check.script.flow.stuck import stuck_window
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches
 from halfstep.check.script.objects.engines import engine_at
@@ -40,14 +47,9 @@ _OTHER_WAYS = re.compile(
     r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
     re.IGNORECASE,
 )
-_HARMLESS = re.compile(
-    r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
-    r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
-)
 _STEPS_ITSELF = re.compile(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
 _SCHEDULES = re.compile(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
-_AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
 _TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _PLAIN = """\
 import torch
@@ -68,6 +70,9 @@ for i, (x, y) in enumerate(loader):
 {last}        optimizer.zero_grad()
 """
 _CLEAR = "    optimizer.zero_grad()\n"
+_COUNTED = "import torch\ni = 0\n" + _WINDOW.format(always="", last="        optimizer.step()\n").replace(
+    "import torch\nfor i, (x, y) in enumerate(loader):", "for x, y in loader:"
+)
 
 
 _OVERFLOW = """\
@@ -176,7 +181,7 @@ def _skipped(event: Event, guard: Guard) -> ast.AST | None:
 
 
 class MisplacedZeroGrad(TraceRule):
-    """Gradients are cleared between backward and step, without any step, or never, or no backward computes them."""
+    """Gradients are cleared between backward and step, or never, or nothing computes or uses them."""
 
     code = "HS156"
     name = "misplaced-zero-grad"
@@ -184,14 +189,16 @@ class MisplacedZeroGrad(TraceRule):
     reason = (
         "After `zero_grad()` every `.grad` is None, and the optimizer skips such parameters: with the call between `backward` and "
         "`step` nothing is trained, and nothing raises. Without the call `backward` adds to the gradients of all earlier batches: the "
-        "steps follow their sum, which grows until the loss diverges or, in float16, the gradients overflow."
+        "steps follow their sum, which grows until the loss diverges or, in float16, the gradients overflow. A step that waits for a "
+        "counter which only its own branch advances never runs."
     )
     bad = (
         _PLAIN.format(start="", between=_CLEAR),
         _PLAIN.format(start="", between=""),
         _PLAIN.format(start="", between=_CLEAR).replace("optimizer.step", "scheduler.step"),
+        _COUNTED + "        i += 1\n",
     )
-    good = (_PLAIN.format(start=_CLEAR, between=""),)
+    good = (_PLAIN.format(start=_CLEAR, between=""), _COUNTED + "    i += 1\n")
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
     kinds = ("zero_grad", "opt_step", "scaler_step")
 
@@ -223,7 +230,7 @@ class MisplacedZeroGrad(TraceRule):
         early, late = (replace(e, guards=tuple(g for g in e.guards if g not in together)) for e in (event, use))
         if not only_settings(script, early, trace[back]) or not only_settings(script, late, trace[back]):
             return None
-        if between(trace, back, step, "grad_read", "handed", "autograd_grad") or _moves_gradients(
+        if between(trace, back, step, "grad_read", "handed", "autograd_grad") or moves_gradients(
             script, trace[back], use
         ):
             return None
@@ -244,7 +251,7 @@ class MisplacedZeroGrad(TraceRule):
         if script.has(*STEPS, "engine_step", "handed", "stored", "autograd_grad", "grad_read"):
             return None
         # Under DeepSpeed `accelerator.backward` steps; hooks and Lightning's `manual_backward` have a step elsewhere.
-        if _STEPS_ITSELF.search(script.source.text) or not _is_plain(script, event) or name in event.function.params:
+        if _STEPS_ITSELF.search(script.source.text) or not steps_only(script, event) or name in event.function.params:
             return None
         nodes = {e.node for e in script.events("sched_step")}
         if any(call not in nodes for call, _ in script.outline.calls.get("step", ())) or _is_passed_on(script, name):
@@ -273,6 +280,13 @@ class MisplacedZeroGrad(TraceRule):
             )
         if not event.loops or script.has("owned_step", "engine_step"):
             return None
+        if (stuck := stuck_window(script, event)) is not None:
+            return self.finding(
+                script.where(stuck.test),
+                f"the step waits until {stuck.ends}, but `{stuck.counter}` advances only together with the step: if `{stuck.length}` "
+                "is above 1, it never runs again, and nothing is trained",
+                instead=f"count every micro-batch: `{stuck.counter} += 1` after the test, or the index of the loop",
+            )
         before = next(earlier(trace, index, *_BACKWARDS), None)
         if before is None or without_amp(event):
             return None
@@ -284,7 +298,7 @@ class MisplacedZeroGrad(TraceRule):
         if _OTHER_WAYS.search(script.source.text):
             return None
         waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
-        if not _is_plain(script, event) or not only_settings(script, waits, back):
+        if not steps_only(script, event) or not only_settings(script, waits, back):
             return None
         name = event.local.optimizer
         return self.finding(
@@ -303,38 +317,6 @@ def _is_passed_on(script: Script, name: str) -> bool:
         if any(key_of(value) == name for call, _ in sites for value in arguments_of(call)):
             return True
     return False
-
-
-def _is_plain(script: Script, event: Event) -> bool:
-    """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
-    name = event.local.optimizer
-    values = script.outline.values(name, event.function)
-    if not values:
-        return name in event.function.params
-    plain = {call for call, _ in script.training.optimizers}
-    return all(value in plain or _is_prepared(value) or _is_around(script, value, plain) for value in values)
-
-
-def _is_prepared(value: ast.expr) -> bool:
-    """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
-    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in _WRAPS
-
-
-def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
-    """Whether a value is a known wrapper, of another file, around a plain optimizer: `Lookahead(AdamW(...))`."""
-    sites = [site for name in _AROUND for site in script.outline.calls.get(name, ()) if site.call is value]
-    for call, function in sites:
-        if script.outline.call_target(call, function) is None and call.args:
-            key = key_of(call.args[0])
-            inner = script.outline.values(key, function) if key else [call.args[0]]
-            return bool(inner) and all(option in plain or option is value for option in inner)
-    return False
-
-
-def _moves_gradients(script: Script, first: Event, last: Event) -> bool:
-    """Whether a line between two events may save gradients or put them back: it names them, or a helper for them."""
-    lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
-    return any("grad" in _HARMLESS.sub("", line) for line in lines)
 
 
 class StepEveryMicroBatch(TraceRule):
@@ -359,7 +341,8 @@ class StepEveryMicroBatch(TraceRule):
         back = next(earlier(trace, index, "backward", *STEPS), None)
         if back is None or trace[back].kind != "backward" or trace[back].loops != event.loops or not event.loops:
             return None
-        if not only_settings(script, event, trace[back]) or not only_settings(script, trace[back], event):
+        # A batch without a backward, whose loss is None, is stepped as well.
+        if not only_settings(script, event, trace[back]) or set(trace[back].accumulating) - set(event.guards):
             return None
         others = {e.optimizer for e in trace if e.kind in STEPS} - {event.optimizer}  # a discriminator's
         cleared = [e for e in trace if e.kind == "zero_grad" and e.optimizer not in others and compatible(e, event)]

@@ -13,11 +13,13 @@ from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Binding, Function
 
-__all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early"]
+__all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early", "passed_at"]
 
 _PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
@@ -25,6 +27,7 @@ _FLAG = re.compile(
     r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$"
 )
 _DYNAMIC = re.compile(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
+_ATTRIBUTE = re.compile(r"\bself\.\w+")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
 
@@ -130,8 +133,8 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
         return None
     # What the callers of __init__ test is not known where a method runs.
     known = _tests_around(script, bindings[0]) if event.scaler.startswith("self.") else creation.guards
-    guards = [Guard(text.partition("#")[0], is_true) for text, is_true in known]
-    used = [Guard(text.partition("#")[0], is_true) for text, is_true in (*event.guards, *event.local.guards)]
+    guards = [_uncopied(script, guard) for guard in known]
+    used = [_uncopied(script, guard) for guard in (*event.guards, *event.local.guards)]
     missing = [guard for guard in guards if guard not in used]
     if not missing or not all(_is_fixed(script, g, creation) and not _DEVICE.search(g.text) for g in missing):
         return None
@@ -142,6 +145,24 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     if not all(map(is_amp, missing)) and any(is_setting(script, guard, event) for guard in others):
         return None  # `args.train` and `mode == "train"` may be the same
     return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
+
+
+def passed_at(script: Script, event: Event) -> ast.AST:
+    """Where a scaler's variable is read on the way to its use: the argument of a call, or the use itself."""
+    place, scope, _ = _start(script, event)
+    if scope is None or place is event.node or not isinstance(place, ast.Call):
+        return event.node
+    return next((value for value in arguments_of(place) if key_of(value) == event.scaler), event.node)
+
+
+def _uncopied(script: Script, guard: Guard) -> Guard:
+    """A condition of which the attributes that copy a parameter have its name: `args.amp` for `self.args.amp`."""
+
+    def name(match: re.Match[str]) -> str:
+        values = [b.value for b in script.outline.bindings.get(match.group(), ())]
+        return values[0].id if len(values) == 1 and isinstance(values[0], ast.Name) else match.group()
+
+    return Guard(_ATTRIBUTE.sub(name, guard.text.partition("#")[0]), guard.is_true)
 
 
 def _is_setup(script: Script, function: Function) -> bool:
@@ -174,7 +195,14 @@ def _is_fixed(script: Script, guard: Guard, creation: Event) -> bool:
     """Whether a condition around the creation of a scaler still is what it was then."""
     if creation.loops:
         return is_setting(script, guard, creation)
-    return all(len(script.outline.bindings.get(name, ())) < 2 for name in _NAME.findall(guard.text))
+    line = getattr(creation.node, "lineno", 0)
+    for name in _NAME.findall(guard.text):
+        bindings = script.outline.bindings.get(name, ())
+        # What is assigned below, as `checkpoint = torch.load(checkpoint)` in the other branch, no longer matters.
+        before = [b for b in bindings if b.function is not creation.function or getattr(b.node, "lineno", 0) < line]
+        if len(before) > 1:
+            return False
+    return True
 
 
 def _creation(script: Script, trace: Trace, event: Event, binding: Binding) -> Event | None:

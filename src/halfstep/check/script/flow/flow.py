@@ -14,19 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.check.script.flow.conditions import Conditions, leaves_block, leaving
+from halfstep.check.script.flow.contexts import Contexts
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.expressions import arguments_of, numerator, unwrap
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of
-from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Item", "Jump", "read_flow"]
 
 MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
-_NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
-_AUTOCAST = re.compile(r"autocast(_(context|ctx|manager))?$")  # of a framework or another file
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
 _ABOUT_OPTIMIZER = re.compile(
@@ -37,8 +36,6 @@ _LATER = re.compile(
     r"register|hook|thread|process|signal|compile|jit|partial|submit|append|add_|set_|lr_?lambda", re.IGNORECASE
 )
 _ABOUT_LOSS = re.compile(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
-_NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
-_SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +63,13 @@ class _Scaled:
     scaler: str = ""  # the scaler's variable, where the assignment names it
 
 
-@dataclass(frozen=True, eq=False)
-class _Context:
-    """What `with ctx:` enters: its autocast regions, and whether it may be something else as well."""
-
-    autocasts: tuple[Autocast, ...]
-    mixed: bool
-
-
 def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> list[Item]:
     """The events and jumps of one function, in the order of its text."""
     walk = _Walk(outline, recogniser, function)
     regions = tuple(
         region
         for decorator in getattr(function.node, "decorator_list", ())
-        if (region := walk.region(decorator, (), 0)).kind in {"autocast", "no_grad"}
+        if (region := walk.contexts.region(decorator, (), 0)).kind in {"autocast", "no_grad"}
     )
     if any(region.kind == "autocast" for region in regions):
         walk.items.append(Event("enter_function", function.node, function, regions=regions))
@@ -96,16 +85,21 @@ class _Walk:
         self.tests = Conditions(outline, function)
         self.items: list[Item] = []
         self.scaled: dict[str, _Scaled] = {}  # variables that carry the loss scale
-        self.contexts: dict[str, _Context] = {}  # by variable
+        self.contexts = Contexts(outline, function)
 
     def block(
         self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
     ) -> None:
-        for statement in body:
+        for position, statement in enumerate(body):
             self.statement(statement, guards, loops, regions)
-            if isinstance(statement, ast.Expr) and self.is_gradient_switch(statement.value):
-                switch = self.region(statement.value, guards, len(loops))
-                regions = tuple(r for r in regions if not self.is_gradient_switch(r.node))
+            rest = body[position + 1 :]
+            regions, blocks = self.contexts.by_hand(statement, rest, regions, guards, len(loops))
+            for node in blocks:
+                event = Event("enter_autocast", node, self.function, guards=guards, loops=loops, regions=regions)
+                self.items.append(event)
+            if isinstance(statement, ast.Expr) and self.contexts.is_gradient_switch(statement.value):
+                switch = self.contexts.region(statement.value, guards, len(loops))
+                regions = tuple(r for r in regions if not self.contexts.is_gradient_switch(r.node))
                 regions = (*regions, switch) if switch.kind == "no_grad" else regions
             if isinstance(statement, ast.If):
                 leaves, leaves_else = leaving(statement, in_loop=bool(loops))
@@ -147,7 +141,7 @@ class _Walk:
             inner = regions
             self.expression(node, guards, loops, regions)
             for item in node.items:
-                region = self.region(item.context_expr, guards, len(loops))
+                region = self.contexts.region(item.context_expr, guards, len(loops))
                 inner = (*inner, region)
                 if region.kind == "autocast":
                     self.items.append(
@@ -354,44 +348,6 @@ class _Walk:
             self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
-
-    def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
-        key = key_of(node)
-        if key not in self.contexts:
-            autocasts = tuple(autocasts_of(self.outline, node, self.function))
-            self.contexts[key] = _Context(autocasts, bool(autocasts) and self.mixed(node))
-        context = self.contexts[key] if key else self.contexts.pop(key)
-        autocasts, names = context.autocasts, self.outline.names
-        if context.mixed:
-            return Region("other", node, (), guards, num_loops)
-        if isinstance(node, (ast.Name, ast.Attribute)) and names.full(node).endswith(".autocast") and not autocasts:
-            return Region("other", node, (), guards, num_loops)
-        if autocasts:
-            return Region("autocast", node, autocasts, guards, num_loops)
-        func = node.func if isinstance(node, ast.Call) else node
-        full = names.full(func)
-        if full in _NO_GRAD:
-            return Region("no_grad", node, (), guards, num_loops)
-        if full in _SWITCHES:
-            off = isinstance(node, ast.Call) and node.args and text_of(node.args[0]) == "False"
-            return Region("no_grad" if off else "other", node, (), guards, num_loops)
-        if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
-            return Region("scaled_loss", node, (), guards, num_loops)
-        if _AUTOCAST.search(key_of(func)):
-            return Region("owned", node, (), guards, num_loops)
-        return Region("other", node, (), guards, num_loops)
-
-    def is_gradient_switch(self, node: ast.AST) -> bool:
-        """Whether a call turns gradients on or off, for the rest of a block if it is a statement."""
-        return isinstance(node, ast.Call) and self.outline.names.full(node.func) in _SWITCHES
-
-    def mixed(self, node: ast.expr) -> bool:
-        """Whether a context variable may be something other than autocast or a null context, such as `no_sync`."""
-        key = key_of(node)
-        options = self.outline.values(key, self.function) if key else []
-        flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
-        plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
-        return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
 
 
 def _positional(target: Function) -> list[str]:

@@ -24,9 +24,11 @@ __all__ = [
     "is_other_choice",
     "is_trial",
     "measures_only",
+    "moves_gradients",
     "never_stepped",
     "scaled_elsewhere",
     "skipped_unscale",
+    "steps_only",
     "unscaled_between",
 ]
 
@@ -35,6 +37,12 @@ _TESTS = re.compile(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGN
 # Calls that may compute gradients themselves.
 _COMPUTES = re.compile(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|update|closure|engine|strategy", re.IGNORECASE)
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
+_HARMLESS = re.compile(
+    r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
+    r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
+)
+_WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
+_AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _COMMON = {
     "args",
@@ -192,3 +200,35 @@ def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:
     is_plain = isinstance(step.node, ast.Call) and not step.node.args and not step.node.keywords
     is_silent = not any(_COMPUTES.search(text_of(n.func)) for n in others)
     return is_plain and bool(losses) and is_silent and not passed & {*losses, step.local.optimizer}
+
+
+def steps_only(script: Script, event: Event) -> bool:
+    """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
+    name = event.local.optimizer
+    values = script.outline.values(name, event.function)
+    if not values:
+        return name in event.function.params
+    plain = {call for call, _ in script.training.optimizers}
+    return all(value in plain or _is_prepared(value) or _is_around(script, value, plain) for value in values)
+
+
+def _is_prepared(value: ast.expr) -> bool:
+    """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
+    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in _WRAPS
+
+
+def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
+    """Whether a value is a known wrapper, of another file, around a plain optimizer: `Lookahead(AdamW(...))`."""
+    sites = [site for name in _AROUND for site in script.outline.calls.get(name, ()) if site.call is value]
+    for call, function in sites:
+        if script.outline.call_target(call, function) is None and call.args:
+            key = key_of(call.args[0])
+            inner = script.outline.values(key, function) if key else [call.args[0]]
+            return bool(inner) and all(option in plain or option is value for option in inner)
+    return False
+
+
+def moves_gradients(script: Script, first: Event, last: Event) -> bool:
+    """Whether a line between two events may save gradients or put them back: it names them, or a helper for them."""
+    lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
+    return any("grad" in _HARMLESS.sub("", line) for line in lines)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import options_of
+from halfstep.check.script.objects.expressions import arguments_of, options_of
 from halfstep.check.script.objects.values import argument
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["clipped_models", "is_of_another", "optimized_models", "share"]
+
+_OPTIMIZER = re.compile(r"_*(optim|optimizer|optimiser|opt)$")
 
 
 def clipped_models(script: Script, event: Event) -> frozenset[str]:
@@ -34,15 +37,27 @@ def optimized_models(script: Script, event: Event) -> frozenset[str]:
         key = key_of(call.func.value)
     models: set[str] = set()
     values = script.outline.values(key, event.function) if key else []
+    owner, _, name = key.rpartition(".")
+    if not values and _OPTIMIZER.match(name) and owner not in {"", "self"}:
+        return frozenset({_plain(owner)})  # `netD.optim`, an attribute of the model
     options = [option for value in values for option in options_of(value)]
     for value in (o for o in options if not (isinstance(o, ast.Constant) and o.value is None)):
         if not isinstance(value, ast.Call):
             return frozenset()
-        owners = _owners(script, argument(value, 0, "params"), event.function)
+        owners = _owners(script, argument(value, 0, "params"), event.function) or _passed_models(script, value)
         if not owners:
             return frozenset()
         models |= owners
     return frozenset(models)
+
+
+def _passed_models(script: Script, call: ast.Call) -> frozenset[str]:
+    """The models that a function of another file makes an optimizer for: `build_optimizer(model, args)`."""
+    keys = {key_of(value) for value in arguments_of(call)}
+    trained = {
+        key_of(c.func.value) for c, _ in script.outline.calls.get("parameters", ()) if isinstance(c.func, ast.Attribute)
+    }
+    return frozenset(_plain(key) for key in keys & trained)
 
 
 def share(a: frozenset[str], b: frozenset[str]) -> bool:

@@ -1,0 +1,154 @@
+"""Regions without a `with` block: entered by a call, left by a call, or never; and those that leave the model out."""
+
+import pytest
+
+from check_scripts import findings
+
+BLOCK = """\
+import torch
+from contextlib import ExitStack
+
+def train(model, optimizer, loader, use_amp, ctx):
+{enter}
+    for x, y in loader:
+        loss = loss_fn(model(x), y)
+        {leave}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+REGION = "torch.autocast('cuda', dtype=torch.bfloat16)"
+
+
+def lines(text, *codes):
+    """The lines of the findings of some rules."""
+    return [f.line for f in findings(text, *codes)]
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [
+        f"    {REGION}.__enter__()",
+        f"    if use_amp:\n        {REGION}.__enter__()",
+        f"    ctx = {REGION}\n    ctx.__enter__()",
+        f"    try:\n        {REGION}.__enter__()\n    except RuntimeError:\n        pass",
+        f"    stack = ExitStack()\n    stack.enter_context({REGION})",
+        f"    stack = ExitStack()\n    _ = stack.enter_context({REGION})",
+    ],
+)
+def test_what_follows_a_region_entered_by_hand_is_inside(enter):
+    """HS140 and HS141 report backward and step below `__enter__` like those in a `with` block."""
+    found = findings(BLOCK.format(enter=enter, leave="pass"), "HS140", "HS141")
+    assert [f.code for f in found] == ["HS140", "HS141"]
+
+
+@pytest.mark.parametrize(
+    ("enter", "leave"),
+    [
+        ("    ctx = torch.no_grad()\n    ctx.__enter__()", "pass"),
+        ("    ctx = open('log')\n    ctx.__enter__()", "pass"),
+        (f"    with ExitStack() as stack:\n        stack.enter_context({REGION})\n        warm_up(model)", "pass"),
+        (f"    stack = ExitStack()\n    stack.enter_context({REGION})\n    with stack: warm_up(model)", "pass"),
+        (f"    stack = ExitStack()\n    stack.enter_context({REGION})\n    warm_up(model)\n    stack.close()", "pass"),
+        (f"    ctx = {REGION}\n    ctx.__enter__()\n    warm_up(model)\n    ctx.__exit__(None, None, None)", "pass"),
+    ],
+)
+def test_what_is_outside_a_region_entered_by_hand_is_not_inside(enter, leave):
+    """A region ends with `__exit__` or the block of its ExitStack, and other contexts are none."""
+    assert not findings(BLOCK.format(enter=enter, leave=leave), "HS140", "HS141")
+
+
+def test_a_loss_of_a_region_entered_by_hand_needs_a_scale():
+    """HS123 follows the loss out of a float16 region that `__exit__` leaves."""
+    text = BLOCK.format(
+        enter="    ctx = torch.autocast('cuda', dtype=torch.float16)", leave="ctx.__exit__(None, None, None)"
+    )
+    inside = text.replace("        loss = loss_fn", "        ctx.__enter__()\n        loss = loss_fn")
+    assert len(findings(inside, "HS123")) == 1
+    assert not findings(inside.replace("float16", "bfloat16"), "HS123")
+
+
+ALONE = """\
+import torch
+
+def train(model, criterion, optimizer, scaler, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+{forward}
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+OUTSIDE = """\
+        out = model(x)
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = {loss}
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (OUTSIDE.format(loss="criterion(out, y)"), [7]),
+        (OUTSIDE.format(loss="torch.nn.functional.mse_loss(out.squeeze(1), y)"), [7]),
+        (OUTSIDE.format(loss="criterion(out, y) + 0.1 * dice_loss(out, y).mean()"), [7]),
+        (OUTSIDE.format(loss="sum(criterion(out, y).values())"), [7]),
+        (OUTSIDE.format(loss="criterion(model(out), y)"), []),
+        (OUTSIDE.format(loss="perceptual_loss(out, y)"), []),
+        (OUTSIDE.format(loss="head(out, y)"), []),
+        (OUTSIDE.format(loss="criterion(out, y)").replace("out = model(x)", "out = model(x.half())"), []),
+        (
+            OUTSIDE.format(loss="criterion(out, y)").replace(
+                "        out = ", "        with region():\n            out = "
+            ),
+            [8],
+        ),
+        (
+            "        with torch.autocast('cuda'):\n            out = model(x)\n            loss = criterion(out, y)\n",
+            [],
+        ),
+        (
+            "        with torch.autocast('cuda'):\n            out = model(x)\n"
+            "        with torch.autocast('cuda'):\n            loss = criterion(out, y)\n",
+            [],
+        ),
+    ],
+)
+def test_a_region_around_the_loss_alone_computes_nothing_in_16_bits(forward, expected):
+    """HS134 reports a region that contains the loss function, with the model called above it."""
+    assert lines(ALONE.format(forward=forward), "HS134") == expected
+
+
+CONSTANT = """\
+import torch
+{flag}
+scaler = torch.amp.GradScaler('cuda')
+def train(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        if {test}:
+            with torch.autocast('cuda', dtype=torch.float16):
+                loss = loss_fn(model(x), y)
+        else:
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+train(model, optimizer, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "test", "expected"),
+    [
+        ("autocast_on = False", "autocast_on", [3]),
+        ("FULL = True", "not FULL", [3]),
+        ("autocast_on = True", "autocast_on", []),
+        ("autocast_on = args.autocast", "autocast_on", []),
+        ("autocast_on = False; autocast_on = args.autocast", "autocast_on", []),
+        ("", "args.autocast", []),
+    ],
+)
+def test_regions_behind_a_constant_that_is_off_are_never_entered(flag, test, expected):
+    """HS134 reports a scaler whose regions all wait for a constant of the file that is off."""
+    assert lines(CONSTANT.format(flag=flag, test=test), "HS134") == expected
