@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule
 from halfstep.check.script.flow.trace import Trace
@@ -141,13 +142,16 @@ class LossNotDivided(TraceRule):
         depth = min(len(window.step.loops), len(event.loops))
         if window.by_loop:
             depth = depth_without_optimizers(script, window.step)
-        others = {e.optimizer for e in trace if e.kind in STEPS} - {window.step.optimizer}  # a discriminator's
+        # A discriminator's; the other branch (`if amp: scaler.step(opt)`, `else: opt.step()`) steps the same one.
+        steps = [e for e in trace if e.kind in STEPS and compatible(e, window.step)]
+        others = {e.optimizer for e in steps} - {window.step.optimizer}
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
         cleared = [e for e in cleared if e.optimizer not in others]
         # `if isnan(loss): zero_grad(); continue`, and the branch for a window of one micro-batch.
         known = tuple(g for g in event.guards if g not in event.accumulating or "%" not in g.text)
         cleared = [e for e in cleared if possible(known, e.guards)]
         if window.by_loop:
+            cleared = [e for e in cleared if not _abandons(script, e)]
             return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
         return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
@@ -172,7 +176,12 @@ class LossNotDivided(TraceRule):
         statement = script.statement(node)
         target = ""
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = "" if isinstance(statement.targets[0], ast.Subscript) else key_of(statement.targets[0])
+            stored = statement.targets[0]
+            if divided == text_of(_loss_of(event)) and list(script.above(statement))[-1:] == [event.function.node]:
+                # `log[0] = loss / n` of the very variable that backward runs on.
+                root = text_of(stored.value if isinstance(stored, ast.Subscript) else stored)
+                return root.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
+            target = "" if isinstance(stored, ast.Subscript) else key_of(stored)
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
         if _LOSS.search(divided) and not _is_total(script, divided, event):
@@ -215,7 +224,7 @@ class LossNotDivided(TraceRule):
         """The names from which the loss of a backward is computed, directly or through some assignments."""
         names = _names(event.node)
         for _ in range(rounds):
-            bound = [b for name in names - {"self"} for b in script.outline.lookup(name, event.function)[:MAX_BINDINGS]]
+            bound = [b for name in names - {"self"} for b in _before(script, name, event)[:MAX_BINDINGS]]
             names |= {name for b in bound if b.value is not None for name in _names(b.value)}
         return names
 
@@ -302,17 +311,30 @@ def _batch_sizes(script: Script) -> set[str]:
 
 def _is_mean(script: Script, event: Event) -> bool:
     """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, `output.loss`, or a loss function as torch.nn has it."""
+    loss = _loss_of(event)
+    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
+    return bool(values) and all(
+        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
+        for v in values
+    )
+
+
+def _loss_of(event: Event) -> ast.expr | None:
+    """The loss that a backward runs on, without its scale."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     loss = func.value if isinstance(func, ast.Attribute) else None
     if event.scaled == "yes" and isinstance(loss, ast.Call) and loss.args:
         loss = loss.args[0]  # scaler.scale(loss)
     if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult) and "scale" in text_of(loss.right):
         loss = loss.left  # (loss * loss_scale).backward()
-    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
-    return bool(values) and all(
-        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
-        for v in values
-    )
+    return loss
+
+
+def _abandons(script: Script, event: Event) -> bool:
+    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`."""
+    parents = itertools.takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node))
+    blocks = [block for n in parents if isinstance(n, ast.If) for block in (n.body, n.orelse)]
+    return any(script.statement(event.node) in block and leaves_block(block) for block in blocks)
 
 
 def _before(script: Script, name: str, event: Event) -> list[Binding]:
