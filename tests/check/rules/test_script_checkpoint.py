@@ -388,3 +388,13 @@ for epoch in range(9):
 def test_looking_up_a_scaler_in_a_checkpoint_saves_none(use, expected):
     """A key that is read, or a function that restores, puts nothing into the checkpoint; a key or call that may write does."""
     assert [f.code for f in findings(LOOKED_UP.format(use=use), "HS170")] == expected
+
+
+def test_a_function_that_nothing_runs_passes_objects_on():
+    """A function without events of its own that hands its `**objects` to another one is near nothing, and no crash."""
+    text = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ndef save_checkpoint(path, optimizer, **objects):\n"
+        "    state = {'o': optimizer.state_dict()}\n    state.update(objects)\n    torch.save(state, path)\n"
+        "def save_best(path, optimizer, **objects):\n    save_checkpoint(path, optimizer, **objects)\n"
+    )
+    assert [f.code for f in findings(text, "HS006", "HS170")] == []

@@ -240,6 +240,7 @@ def main():
         ("out = model(x)", [13]),
         ("out = model(x)\n        wandb.log({'p': wandb.Image(out)})", []),
         ("out = model(x)\n        writer.add_image('p', out)", []),
+        ("for x, y in loader:\n            out = model(x)\n            wandb.log({'p': wandb.Image(out)})", [14]),
         ("out = psnr_model(x, y)", []),
         ("probe_dummy = x[:1]\n        out = model(probe_dummy)", []),
         ("probe = torch.zeros(1, 3, 8, 8).to(device)\n        out = model(probe)", []),

@@ -11,7 +11,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
-from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
+from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by, divides_gradients
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule
@@ -19,6 +19,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, depth_without_optimizers
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_loss
 from halfstep.check.script.objects.outputs import in_no_grad
+from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -48,9 +49,6 @@ MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated co
 _MEAN = re.compile(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
-# Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
-_RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
-
 
 def _names(node: ast.AST) -> set[str]:
     parts = list(ast.walk(node))
@@ -68,20 +66,6 @@ def _divisions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
             yield from ((node, text_of(argument), "loss") for argument in node.args)
 
 
-def _divides_gradients(script: Script) -> bool:
-    """Whether the script divides the gradients instead of the loss, for example by the number of tokens."""
-    calls = script.outline.calls
-    if any(_RESCALES.search(name) for name in calls):
-        return True
-    # By the loss scale they are only unscaled: `p.grad.mul_(1.0 / 2**lg_loss_scale)`.
-    sites = [c for name in ("div_", "mul_") for c, _ in calls.get(name, ())]
-    by_hand = (c.func for c in sites if not any("loss_scale" in text_of(a) for a in c.args))
-    if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
-        return True
-    assigned = [n for n in script.outline.parents if isinstance(n, ast.AugAssign)]
-    return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
-
-
 class LossNotDivided(TraceRule):
     """The loss of each micro-batch is not divided by the number of micro-batches."""
 
@@ -96,7 +80,19 @@ class LossNotDivided(TraceRule):
     bad = (ACCUMULATING_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
     references = (_DOCS,)
+    words = ("def compute_loss(",)
     kinds = ("backward", "owned_backward")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Undivided losses of training loops, and of a Trainer's own compute_loss."""
+        yield from super().check(script)
+        for method, steps in losses_without_count(script.outline):
+            yield self.finding(
+                script.where(method),
+                f"`compute_loss` ignores `num_items_in_batch`, and the Trainer leaves the division to it: with `gradient_accumulation_steps={steps}` "
+                "the gradients are the sum over the micro-batches",
+                instead="pass num_items_in_batch to the model, or divide the loss by self.current_gradient_accumulation_steps",
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
@@ -116,13 +112,17 @@ class LossNotDivided(TraceRule):
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         if any(e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards) for e in others):
             return None  # reported at the first backward
-        if window.by_loop and (part := _partly_divided(script, event, length)) and not _divides_gradients(script):
+        if (
+            window.by_loop
+            and (part := _partly_divided(script, event, length))
+            and not divides_gradients(script.outline)
+        ):
             return self.finding(
                 script.where(event.node),
                 f"the loop runs `{length}` micro-batches, but the loss is not divided by `{part}`: gradients are too large by that factor",
                 instead=f"loss = loss / ({length})",
             )
-        if self._divided(script, last, event) or self._weighted(script, event) or _divides_gradients(script):
+        if self._divided(script, last, event) or self._weighted(script, event) or divides_gradients(script.outline):
             return None
         if self._summed(script, trace, event) or _joins_cached(script) or _passed_to_loss(script, last):
             return None

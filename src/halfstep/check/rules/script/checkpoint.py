@@ -154,7 +154,7 @@ class ScalerNotSaved(ScriptRule):
         if script.has("save_scaler") or handed or _names_scaler(script):
             return
         yield from self._owned(script)
-        saved = {}
+        saved: dict[ast.AST, tuple[Event, str, str]] = {}
         for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
             scaler = _stepped_with(script, event, steps)
             if scaler and entry_of(script.outline, event.node) is not None:
@@ -257,9 +257,9 @@ def _stepped_with(script: Script, event: Event, steps: list[Event]) -> str:
     if near:
         return (own or near)[0].scaler
     idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
-    kept = [s for s in script.scalers if s.key.startswith("self.") and s.enabled != "no" and id(s.node) not in idle]
+    created = [s for s in script.scalers if s.key.startswith("self.") and s.enabled != "no" and id(s.node) not in idle]
     is_base = not steps and event.function.cls and not any(script.has(kind) for kind in ("opt_step", "update"))
-    return next((s.key for s in kept if is_base and s.function.cls == event.function.cls), "")
+    return next((s.key for s in created if is_base and s.function.cls == event.function.cls), "")
 
 
 def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:

@@ -277,7 +277,7 @@ def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
     tested = {word for guard in event.guards for word in _WORD.findall(guard.text)}
     for statement in filter(None, (script.statement(back.node) for back in backs)):
         block = getattr(script.outline.parents.get(statement), "body", ())
-        targets = [n.target for n in block if isinstance(n, ast.AugAssign)]
+        targets: list[ast.expr] = [n.target for n in block if isinstance(n, ast.AugAssign)]
         targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
         if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:
             return True

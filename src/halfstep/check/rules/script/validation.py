@@ -58,7 +58,7 @@ _LOADER = re.compile(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
 _DRAWS = re.compile(
-    r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$|^wandb\.Image$", re.IGNORECASE
+    r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE
 )
 _ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
 
@@ -287,7 +287,10 @@ def _is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
     around: ast.AST | None = loops[-1] if loops else None
     inner = list(script.above(event.node))
     if around not in inner and not isinstance(event.function.node, ast.Module):
-        around = event.function.node  # one batch, in a function that draws it
+        # One batch, in a function that draws it. In a loop over all of them `wandb.Image` shows the first.
+        if any(key_of(n.func) == "wandb.Image" for n in ast.walk(event.function.node) if isinstance(n, ast.Call)):
+            return True
+        around = event.function.node
     if around is not None and trained & set(ast.walk(around)):
         blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
         around = next((block for block in blocks if block is not around), None)
