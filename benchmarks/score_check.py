@@ -63,8 +63,9 @@ def check_entry(entry, files):
     path = files / entry["repo"].replace("/", "+") / entry["path"]
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
         return None
-    # A file that cannot be parsed (HS0xx) says nothing about precision.
-    findings = [f for f in check_path(path) if not f.code.startswith("HS0")]
+    # A file that cannot be parsed (HS0xx) says nothing about precision: it counts only for a label that names it.
+    named = {label["mistake"] for label in entry["labels"]}
+    findings = [f for f in check_path(path) if not f.code.startswith("HS0") or f.code in named]
     numbers = code_cells(path) if path.suffix == ".ipynb" else []
     return Sampled(entry, tuple(replace(f, cell=numbers[f.cell - 1]) if f.cell else f for f in findings))
 
@@ -96,6 +97,8 @@ def matches(sampled, rules, true):
         place = (entry["repo"], entry["path"], finding.line, finding.code)
         if any(is_same(label, finding, rules) for label in entry["labels"]):
             kinds[finding] = "matched"
+        elif finding.code.startswith("HS0"):
+            kinds[finding] = "doubtful"  # another place than that of the label
         elif any(abs(finding.line - d["line"]) <= REACH for d in entry.get("doubtful", [])):
             kinds[finding] = "doubtful"
         else:

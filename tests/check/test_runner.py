@@ -8,10 +8,10 @@ import pytest
 
 from check_toys import use_toys
 from halfstep.check.files.document import MAX_BYTES, read_document
-from halfstep.check.files.source import Settings
+from halfstep.check.files.source import Settings, Source
 from halfstep.check.options import Options
 from halfstep.check.project import Project
-from halfstep.check.runner import check_document, check_target
+from halfstep.check.runner import check_document, check_target, failure
 from halfstep.check.select import Selection
 from halfstep.check.walk import Target
 
@@ -170,3 +170,10 @@ def test_python_newer_than_the_interpreter_is_checked():
     """Nested quotes, `type` statements and bare exception lists do not hide the findings of the file."""
     text = 'type A = int\ntry:\n    print(f"{x["a"]}")\nexcept KeyError, ValueError:\n    BAD\n'
     assert [(f.code, f.line, f.column) for f in check(text)] == [("HS901", 5, 5)]
+
+
+def test_a_failure_names_no_address():
+    """The message for a rule that crashed is the same in every run."""
+    error = KeyError(object())
+    assert " at 0x" in str(error)
+    assert " at 0x" not in failure(Source("train.py", "", "python"), "HS170", error).message

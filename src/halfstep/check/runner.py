@@ -40,6 +40,7 @@ _CONFIGURES = (
 # Words of scripts that request something a GPU may not support.
 _HARDWARE = (*_CONFIGURES, "float16", "autocast", "tf32", "matmul_precision", "flash_attention")
 _PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Parsing takes 2 ms per 100 lines. In a folder, a larger file that does not mention precision is not parsed: no rule
 # applies to it, and checking its syntax is up to other tools.
 _SMALL = 4000
@@ -257,7 +258,8 @@ def with_usable_fix(finding: Finding, source: Source) -> Finding:
 
 def failure(source: Source, component: str, error: Exception) -> Finding:
     """The finding for a rule or reader that failed."""
-    detail = f"{type(error).__name__}: {error}"[:200]
+    # Addresses of objects differ from run to run, and a report must not.
+    detail = f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"[:200]
     message = f"{component} failed on this file: {detail}. The other rules were applied."
     return CheckerFailure.finding(Place(source.path), message)
 

@@ -104,14 +104,16 @@ def test_a_logged_scale_is_not_a_saved_one():
     ("loop", "after", "severity"),
     [
         ('torch.save({"o": optimizer.state_dict()}, "x")', "print(args.resume)\n", ["advice"]),
-        ('torch.save({"o": optimizer.state_dict()}, "x")', "", []),
-        ('torch.save({"o": optimizer.state_dict()}, "x")', 'model.load_state_dict(torch.load("x")["m"])\n', []),
-        ('if loss < best_loss:\n        torch.save({"o": optimizer.state_dict()}, "x")', "", []),
+        ('torch.save({"o": optimizer.state_dict()}, "x")', "", ["advice"]),
+        ('torch.save({"o": optimizer.state_dict()}, "x")', 'model.load_state_dict(torch.load("x")["m"])\n', ["advice"]),
+        ('if loss < best_loss:\n        torch.save({"o": optimizer.state_dict()}, "x")', "", ["advice"]),
+        ('save_checkpoint({"m": model, "o": optimizer}, "x")', "", ["advice"]),
+        ('torch.save({"m": model.state_dict()}, "x")', "", []),
         ("pass", 'torch.save({"o": optimizer.state_dict()}, "x")\n', []),
     ],
 )
 def test_checkpoint_that_nothing_restores(loop, after, severity):
-    """A checkpoint that another file may restore gets advice; final and best weights, and a file without resuming, get nothing."""
+    """A checkpoint that another file may restore gets advice, also the best one: only resuming needs an optimizer. What is saved after training gets nothing."""
     text = HEAD + LOOP.format(save=loop) + after
     assert [f.severity for f in findings(text, "HS170")] == severity
 
@@ -135,11 +137,12 @@ def test_asking_for_a_scaler_is_no_checkpoint_key():
     assert "HS170:6" in codes(text)
 
 
-@pytest.mark.parametrize(("guard", "expected"), [("step > 0", ["HS170"]), ("loss < best", []), ("loss < lowest", [])])
-def test_a_counter_is_no_comparison_with_the_best(guard, expected):
-    """`step > 0` saves regularly, so the checkpoint may be resumed from; a comparison of losses saves the best weights only."""
-    save = f'if {guard} and start_epoch:\n        torch.save({{"o": optimizer.state_dict()}}, "x")'
-    assert [code.partition(":")[0] for code in codes(HEAD + LOOP.format(save=save))] == expected
+@pytest.mark.parametrize(("guard", "line"), [("step > 0", 9), ("loss < best", 11), ("loss < lowest", 11)])
+def test_advice_is_at_the_checkpoint_that_is_written_regularly(guard, line):
+    """`step > 0` saves regularly, so that checkpoint is the one to resume from; a comparison of losses saves the best weights."""
+    save = f'if {guard} and start_epoch:\n        torch.save({{"o": optimizer.state_dict()}}, "x")\n'
+    regular = '    if start_epoch % 5 == 0:\n        torch.save({"o": optimizer.state_dict()}, "y")'
+    assert codes(HEAD + LOOP.format(save=save + regular)) == [f"HS170:{line}"]
 
 
 def test_a_printed_name_is_no_checkpoint_key():
@@ -159,6 +162,37 @@ def test_a_base_class_that_saves_what_a_derived_one_trains():
         "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
     )
     assert codes(text) == ["HS170:4"]
+
+
+KEPT = (
+    "import torch\nclass Base:\n    def __init__(self, amp):\n        self.scaler = torch.amp.GradScaler('cuda'{enabled}) if amp else None\n"
+    "    def _save_checkpoint(self, epoch):\n        torch.save({{'epoch': epoch, 'optim': self.optimizer.state_dict(){more}}}, 'x')\n"
+    "    def _resume(self):\n        self.optimizer.load_state_dict(torch.load('x')['optim'])\n{rest}"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["HS170:6"]),
+        ({"more": ", 'scale': self.scaler.state_dict()"}, []),
+        ({"enabled": ", enabled=False"}, []),
+        ({"rest": "    def fit(self):\n        for x in self.data:\n            self.optimizer.step()\n"}, []),
+    ],
+    ids=["kept", "saved", "disabled", "steps without it"],
+)
+def test_a_base_class_that_keeps_the_scaler_of_classes_elsewhere(changes, expected):
+    """A class that creates the scaler and saves the optimizer leaves the steps to a class of another file."""
+    text = KEPT.format(**{"enabled": "", "more": "", "rest": "", **changes})
+    assert [code for code in codes(text) if code.startswith("HS170")] == expected
+
+
+def test_an_optimizer_with_the_name_of_a_setting():
+    """`save_ckpt(model, opt)` saves the optimizer `opt` that the scaler steps, and not one that only a setting names."""
+    text = HEAD + LOOP.replace("optimizer", "opt").format(save="save_ckpt(model, {}, step)")
+    text += "opt.load_state_dict(torch.load(path))\n"
+    reported = [codes(text.format(name)) for name in ("opt", "args.opt")]
+    assert [["HS170" in code for code in lines] for lines in reported] == [[True], []]
 
 
 def test_a_long_checkpoint_is_reported_at_the_call_that_saves_it():
@@ -354,3 +388,13 @@ for epoch in range(9):
 def test_looking_up_a_scaler_in_a_checkpoint_saves_none(use, expected):
     """A key that is read, or a function that restores, puts nothing into the checkpoint; a key or call that may write does."""
     assert [f.code for f in findings(LOOKED_UP.format(use=use), "HS170")] == expected
+
+
+def test_a_function_that_nothing_runs_passes_objects_on():
+    """A function without events of its own that hands its `**objects` to another one is near nothing, and no crash."""
+    text = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ndef save_checkpoint(path, optimizer, **objects):\n"
+        "    state = {'o': optimizer.state_dict()}\n    state.update(objects)\n    torch.save(state, path)\n"
+        "def save_best(path, optimizer, **objects):\n    save_checkpoint(path, optimizer, **objects)\n"
+    )
+    assert [f.code for f in findings(text, "HS006", "HS170")] == []

@@ -5,12 +5,6 @@ import pytest
 from check_scripts import findings
 
 HEAD = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
-EPOCHS = (
-    HEAD
-    + "{before}for epoch in range(9):\n    for x in loader:\n        loss = model(x)\n        scaler.scale(loss).backward()\n"
-    "        scaler.step(optimizer)\n        scaler.update()\n"
-    "    torch.save({{'epoch': epoch, 'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)\n"
-)
 EITHER = (
     "import torch\ndtype = torch.bfloat16 if args.bf16 else torch.float16\nfor x in loader:\n    optimizer.zero_grad()\n    if {test}:\n"
     "        with torch.autocast('cuda', dtype=dtype):\n            loss = model(x)\n    else:\n        loss = model(x)\n"
@@ -95,16 +89,8 @@ SHARED = (
     "    def fit(self):\n        for x in self.loader:\n            self.step(x, True)\n"
     "    @torch.no_grad()\n    def test(self):\n        self.model.eval()\n        for x in self.test_loader:\n            out = self.model(x)\n"
 )
-WEIGHTS = "model.load_state_dict(torch.load('{name}.pt')['model'])\n"
-SCHEDULE = "scheduler.load_state_dict(torch.load('last.pt')['scheduler'])\n"
 # rule: the mistake, and right code, or code that decides nothing
 PAIRS = {
-    "the best weights are loaded for a test": (
-        "HS170", EPOCHS.format(before=WEIGHTS.format(name="best")), EPOCHS.format(before=WEIGHTS.format(name="last")),
-    ),
-    "the schedule is restored": (
-        "HS170", EPOCHS.format(before=WEIGHTS.format(name="last") + SCHEDULE), EPOCHS.format(before=WEIGHTS.format(name="last")),
-    ),
     "one region for both formats": ("HS123", EITHER.format(test="args.bf16 or args.fp16"), EITHER.format(test="args.bf16")),
     "the Accelerator's precision chooses the weights": ("HS199", PREPARED.format(half="float16"), PREPARED.format(half="float32")),
     "the scaler's own test chooses the weights": ("HS160", ENABLED.format(cast="dtype"), ENABLED.format(cast="device")),

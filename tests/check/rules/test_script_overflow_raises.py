@@ -58,3 +58,19 @@ def test_a_scale_that_the_script_chooses_is_a_warning():
     test = "if not torch.isfinite(norm): raise RuntimeError('overflow')"
     found = findings(LOOP.format(options=", init_scale=256.0", dtype="float16", test=test))
     assert [f.severity for f in found if f.code == "HS175"] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("test", "count"),
+    [("if not overflows(model.parameters()):", 0), ("if all_finite(model.parameters()):", 0), ("if args.clip > 0:", 1), ("if enough(model):", 1)],
+)  # fmt: skip
+def test_a_strict_clip_behind_a_test_of_the_gradients(test, count):
+    """`error_if_nonfinite` raises for nothing where the gradients were tested, also by a function of the file."""
+    clip = f"{test}\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)"
+    text = LOOP.format(options="", dtype="float16", test=clip).replace(
+        "scaler = ",
+        "def overflows(weights):\n    return any(not w.grad.isfinite().all() for w in weights)\n"
+        "def enough(model):\n    return len(list(model.parameters())) > 3\nscaler = ",
+        1,
+    )
+    assert len(findings(text, "HS175")) == count

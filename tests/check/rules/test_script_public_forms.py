@@ -82,16 +82,6 @@ PAIRS = {
     "a checkpoint with its epoch, in a file that restores nothing": (
         "HS170", EPOCHS.format(before="", save=SAVED), EPOCHS.format(before="", save=SCALED),
     ),
-    "weights of another model are loaded": (
-        "HS170",
-        EPOCHS.format(before="vae.load_state_dict(torch.load('vae'))\n", save=SAVED),
-        EPOCHS.format(before="model.load_state_dict(torch.load('model')['model'])\n", save=SAVED),
-    ),
-    "the best checkpoint, or all of them": (
-        "HS170",
-        EPOCHS.format(before="", save="    if loss < best or always_save:\n    " + SAVED),
-        EPOCHS.format(before="", save="    if loss < best:\n    " + SAVED),
-    ),
     "an update for a skipped batch, with two conditions": (
         "HS115",
         WINDOW.format(skip="    if torch.isnan(loss) or torch.isinf(loss):\n        scaler.update()\n        continue\n"),

@@ -220,3 +220,11 @@ def test_an_attribute_that_copies_a_parameter_is_the_same_setting():
     )
     assert [f.line for f in findings(text, "HS132")] == [12]
     assert not findings(text.replace("        else:\n", "        elif not self.args.parallel:\n"), "HS132")
+
+
+@pytest.mark.parametrize(("off", "count"), [("elif args.model == 'x':\n    args.amp = False\n", 0), ("elif args.model == 'x':\n    print('x')\n", 1)])  # fmt: skip
+def test_a_setting_that_switches_the_use_off_where_there_is_no_scaler(off, count):
+    """The branch without a scaler sets the flag of its uses to False."""
+    text = "import torch\nif args.amp and args.model != 'x':\n    " + CREATE + off
+    text += "for x in loader:\n    if args.amp:\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()[1:])
+    assert len(findings(text, "HS132")) == count

@@ -209,3 +209,28 @@ def test_step_after_a_helper_that_returns_before_backward():
     assert codes(HELPER.format(leave="raise FloatingPointError(loss)")) == []
     both = "if strict:\n            raise FloatingPointError(loss)\n        else:\n            return"
     assert codes(HELPER.format(leave=both)) == []
+
+
+COUNTED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for step in range(steps):
+    optimizer.zero_grad()
+    count = 0
+    for x, y in loader:
+        if y.sum() == 0:
+            continue
+        scaler.scale(model(x)).backward()
+        count += 1
+    {test}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "count"), [("if count == 0:\n        continue", 0), ("if bad == 0:\n        continue", 1)]
+)
+def test_a_step_that_waits_for_a_counted_backward(test, count):
+    """A counter next to the backward tells whether there are gradients."""
+    assert len(findings(COUNTED.format(test=test), "HS115")) == count

@@ -211,3 +211,43 @@ for epoch in range(9):
 def test_pictures_samples_and_models_with_their_own_region(before, after, expected):
     """Examples that are drawn, sampled tokens and a model whose forward opens the region are no validation in float32."""
     assert reported(TRAINED.format(before=before, after=after)) == expected
+
+
+LOOKED = """\
+import torch
+def train(model, loader, optimizer, scaler):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+def look(model, psnr_model, loader, writer):
+    with torch.no_grad():
+        x, y = next(iter(loader))
+        {forward}
+def main():
+    for epoch in range(9):
+        train(model, loader, optimizer, scaler)
+        look(model, psnr_model, loader, writer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "lines"),
+    [
+        ("out = model(x)", [13]),
+        ("out = model(x)\n        wandb.log({'p': wandb.Image(out)})", []),
+        ("out = model(x)\n        writer.add_image('p', out)", []),
+        ("for x, y in loader:\n            out = model(x)\n            wandb.log({'p': wandb.Image(out)})", [14]),
+        ("out = psnr_model(x, y)", []),
+        ("probe_dummy = x[:1]\n        out = model(probe_dummy)", []),
+        ("probe = torch.zeros(1, 3, 8, 8).to(device)\n        out = model(probe)", []),
+        ("out = model(torch.rand(2, 4))", []),
+        ("probe = torch.zeros(1, 3) + x\n        out = model(probe)", [14]),
+    ],
+)
+def test_pictures_metrics_and_made_up_inputs_are_no_validation(forward, lines):
+    """A batch that is drawn, a metric that is called a model, and inputs that only show a shape need no autocast."""
+    assert reported(LOOKED.format(forward=forward)) == lines

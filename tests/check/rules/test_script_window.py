@@ -171,3 +171,15 @@ def test_gradients_cleared_next_to_a_scaler_with_backward(clear, expected):
 def test_gradients_cleared_once_per_window(text):
     """Gradients cleared once per window, or of another model, are no finding."""
     assert "HS181" not in {c.partition(":")[0] for c in codes(text)}
+
+
+@pytest.mark.parametrize(("leave", "expected"), [("continue", []), ("pass", ["HS108"])])
+def test_an_update_in_a_handler(leave, expected):
+    """A handler that updates and goes to the next iteration leaves no step after the update."""
+    text = (
+        HEAD
+        + "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.unscale_(optimizer)\n    try:\n        clip(model)\n"
+    )
+    text += f"    except RuntimeError:\n        optimizer.zero_grad()\n        scaler.update()\n        {leave}\n"
+    text += "    scaler.step(optimizer)\n    scaler.update()\n"
+    assert [code[:5] for code in codes(text) if code.startswith("HS108")] == expected

@@ -167,8 +167,8 @@ class Script:
 
     def near(self, event: Event, *kinds: str) -> Iterator[Event]:
         """The events of these kinds connected to `event`: through calls, a shared class or global variables."""
-        part = self._parts[event.function]
-        return (e for e in self.events(*kinds) if self._parts[e.function] == part)
+        part = self._parts.get(event.function)  # None: no trace has this function
+        return (e for e in self.events(*kinds) if part is not None and self._parts[e.function] == part)
 
     def events(self, *kinds: str) -> Iterator[Event]:
         """Each event of these kinds, once per trace it is in."""

@@ -1,4 +1,4 @@
-# The optimizer state is saved without the scaler, but nothing restores it: the run is not resumed.
+# The optimizer state is saved without the scaler, but only after training, and nothing restores it: the run is not resumed.
 import torch
 import torch.nn as nn
 from torch import optim
@@ -14,5 +14,5 @@ for epoch in range(9):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{epoch}.pt")
-model.load_state_dict(torch.load("8.pt")["model"])
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "final.pt")
+model.load_state_dict(torch.load("final.pt")["model"])

@@ -183,7 +183,7 @@ class BareBackwardInFramework(TraceRule):
             effect = "with DeepSpeed nothing steps, and the loss is not divided by gradient_accumulation_steps"
         return self.finding(
             script.where(event.node),
-            f"`{loss}.backward()` bypasses `{key}`: {effect}",
+            f"`{f'({loss})' if ' ' in loss else loss}.backward()` bypasses `{key}`: {effect}",
             instead=f"{key}.backward({loss})",
             severity=severity,
         )

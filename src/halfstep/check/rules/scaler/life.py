@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -117,7 +118,7 @@ class ScalerBeforeCreation(ScriptRule):
                 place = (event.scaler, event.roots[0] if event.roots else event.function.node)
                 is_open = event.kind != "backward" and event.scaler not in conditional
                 setting = created_under(script, trace, event) if is_open else None
-                if setting is not None:
+                if setting is not None and not _switched_off_without(script, setting, event):
                     conditional.add(event.scaler)
                     yield self._conditional(script, event, setting)
                 if created is None or place in reported:
@@ -165,6 +166,17 @@ class ScalerBeforeCreation(ScriptRule):
             instead=f"create it in any case, with enabled={condition}",
             severity="warning" if is_fixed else None,
         )
+
+
+def _switched_off_without(script: Script, setting: Guard, event: Event) -> bool:
+    """Whether a condition of a use is assigned False where its setting is tested: `elif model == "x": args.amp = False`."""
+    words = set(re.findall(r"\w+", setting.text)) - {"args", "self", "config", "cfg", "not"}
+    for guard in event.guards:
+        assigned = [b for b in script.outline.bindings.get(guard.text, ()) if constant(b.value) is (not guard.is_true)]
+        tests = [n.test for b in assigned for n in script.above(b.node) if isinstance(n, ast.If)]
+        if any(words & set(re.findall(r"\w+", text_of(test))) for test in tests):
+            return True
+    return False
 
 
 class ScalerNeverSaved(ScriptRule):

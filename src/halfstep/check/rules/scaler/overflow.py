@@ -144,9 +144,22 @@ def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
             if _tests_gradients(script, node.test, function):
                 yield next(s for s in node.body if isinstance(s, ast.Raise))
         elif (isinstance(node, ast.Assert) and _tests_gradients(script, node.test, function)) or (
-            isinstance(node, ast.Call) and text_of(node.func).endswith("clip_grad_norm_") and _is_strict(node)
+            isinstance(node, ast.Call)
+            and text_of(node.func).endswith("clip_grad_norm_")
+            and _is_strict(node)
+            and not _is_tested(script, node, function)
         ):
             yield node
+
+
+def _is_tested(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a clip is under a test of what is finite: directly, or by a function of the file."""
+    for test in (outer.test for outer in script.above(call) if isinstance(outer, ast.If)):
+        targets = [script.outline.call_target(n, function) for n in ast.walk(test) if isinstance(n, ast.Call)]
+        texts = [text_of(test), *(ast.unparse(target.node) for target in targets if target is not None)]
+        if any(map(_NOT_FINITE.search, texts)):
+            return True
+    return False
 
 
 def _is_strict(call: ast.Call) -> bool:

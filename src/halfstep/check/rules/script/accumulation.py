@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.conditions import leaves_block
+from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by, divides_gradients
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, depth_without_optimizers
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_loss
 from halfstep.check.script.objects.outputs import in_no_grad
+from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -47,9 +49,6 @@ MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated co
 _MEAN = re.compile(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
-# Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
-_RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
-
 
 def _names(node: ast.AST) -> set[str]:
     parts = list(ast.walk(node))
@@ -67,20 +66,6 @@ def _divisions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
             yield from ((node, text_of(argument), "loss") for argument in node.args)
 
 
-def _divides_gradients(script: Script) -> bool:
-    """Whether the script divides the gradients instead of the loss, for example by the number of tokens."""
-    calls = script.outline.calls
-    if any(_RESCALES.search(name) for name in calls):
-        return True
-    # By the loss scale they are only unscaled: `p.grad.mul_(1.0 / 2**lg_loss_scale)`.
-    sites = [c for name in ("div_", "mul_") for c, _ in calls.get(name, ())]
-    by_hand = (c.func for c in sites if not any("loss_scale" in text_of(a) for a in c.args))
-    if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
-        return True
-    assigned = [n for n in script.outline.parents if isinstance(n, ast.AugAssign)]
-    return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
-
-
 class LossNotDivided(TraceRule):
     """The loss of each micro-batch is not divided by the number of micro-batches."""
 
@@ -95,7 +80,19 @@ class LossNotDivided(TraceRule):
     bad = (ACCUMULATING_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
     references = (_DOCS,)
+    words = ("def compute_loss(",)
     kinds = ("backward", "owned_backward")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Undivided losses of training loops, and of a Trainer's own compute_loss."""
+        yield from super().check(script)
+        for method, steps in losses_without_count(script.outline):
+            yield self.finding(
+                script.where(method),
+                f"`compute_loss` ignores `num_items_in_batch`, and the Trainer leaves the division to it: with `gradient_accumulation_steps={steps}` "
+                "the gradients are the sum over the micro-batches",
+                instead="pass num_items_in_batch to the model, or divide the loss by self.current_gradient_accumulation_steps",
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
@@ -115,13 +112,17 @@ class LossNotDivided(TraceRule):
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         if any(e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards) for e in others):
             return None  # reported at the first backward
-        if window.by_loop and (part := _partly_divided(script, event, length)) and not _divides_gradients(script):
+        if (
+            window.by_loop
+            and (part := _partly_divided(script, event, length))
+            and not divides_gradients(script.outline)
+        ):
             return self.finding(
                 script.where(event.node),
                 f"the loop runs `{length}` micro-batches, but the loss is not divided by `{part}`: gradients are too large by that factor",
                 instead=f"loss = loss / ({length})",
             )
-        if self._divided(script, last, event) or self._weighted(script, event) or _divides_gradients(script):
+        if self._divided(script, last, event) or self._weighted(script, event) or divides_gradients(script.outline):
             return None
         if self._summed(script, trace, event) or _joins_cached(script) or _passed_to_loss(script, last):
             return None
@@ -141,13 +142,16 @@ class LossNotDivided(TraceRule):
         depth = min(len(window.step.loops), len(event.loops))
         if window.by_loop:
             depth = depth_without_optimizers(script, window.step)
-        others = {e.optimizer for e in trace if e.kind in STEPS} - {window.step.optimizer}  # a discriminator's
+        # A discriminator's; the other branch (`if amp: scaler.step(opt)`, `else: opt.step()`) steps the same one.
+        steps = [e for e in trace if e.kind in STEPS and compatible(e, window.step)]
+        others = {e.optimizer for e in steps} - {window.step.optimizer}
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
         cleared = [e for e in cleared if e.optimizer not in others]
         # `if isnan(loss): zero_grad(); continue`, and the branch for a window of one micro-batch.
         known = tuple(g for g in event.guards if g not in event.accumulating or "%" not in g.text)
         cleared = [e for e in cleared if possible(known, e.guards)]
         if window.by_loop:
+            cleared = [e for e in cleared if not _abandons(script, e)]
             return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
         return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
@@ -172,7 +176,12 @@ class LossNotDivided(TraceRule):
         statement = script.statement(node)
         target = ""
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = "" if isinstance(statement.targets[0], ast.Subscript) else key_of(statement.targets[0])
+            stored = statement.targets[0]
+            if divided == text_of(_loss_of(event)) and list(script.above(statement))[-1:] == [event.function.node]:
+                # `log[0] = loss / n` of the very variable that backward runs on.
+                root = text_of(stored.value if isinstance(stored, ast.Subscript) else stored)
+                return root.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
+            target = "" if isinstance(stored, ast.Subscript) else key_of(stored)
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
         if _LOSS.search(divided) and not _is_total(script, divided, event):
@@ -215,7 +224,7 @@ class LossNotDivided(TraceRule):
         """The names from which the loss of a backward is computed, directly or through some assignments."""
         names = _names(event.node)
         for _ in range(rounds):
-            bound = [b for name in names - {"self"} for b in script.outline.lookup(name, event.function)[:MAX_BINDINGS]]
+            bound = [b for name in names - {"self"} for b in _before(script, name, event)[:MAX_BINDINGS]]
             names |= {name for b in bound if b.value is not None for name in _names(b.value)}
         return names
 
@@ -302,17 +311,30 @@ def _batch_sizes(script: Script) -> set[str]:
 
 def _is_mean(script: Script, event: Event) -> bool:
     """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, `output.loss`, or a loss function as torch.nn has it."""
+    loss = _loss_of(event)
+    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
+    return bool(values) and all(
+        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
+        for v in values
+    )
+
+
+def _loss_of(event: Event) -> ast.expr | None:
+    """The loss that a backward runs on, without its scale."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     loss = func.value if isinstance(func, ast.Attribute) else None
     if event.scaled == "yes" and isinstance(loss, ast.Call) and loss.args:
         loss = loss.args[0]  # scaler.scale(loss)
     if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult) and "scale" in text_of(loss.right):
         loss = loss.left  # (loss * loss_scale).backward()
-    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
-    return bool(values) and all(
-        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
-        for v in values
-    )
+    return loss
+
+
+def _abandons(script: Script, event: Event) -> bool:
+    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`."""
+    parents = itertools.takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node))
+    blocks = [block for n in parents if isinstance(n, ast.If) for block in (n.body, n.orelse)]
+    return any(script.statement(event.node) in block and leaves_block(block) for block in blocks)
 
 
 def _before(script: Script, name: str, event: Event) -> list[Binding]:

@@ -16,12 +16,11 @@ from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
-    has_progress,
+    entry_of,
     is_setting,
     looks_up,
     passed_objects,
     restored_copies,
-    restores_models,
     saves,
     written_out,
 )
@@ -50,15 +49,6 @@ if resume:
     torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){save}}}, path)
 """
 _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
-# Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
-_HOLDS = re.compile(
-    r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$"
-)
-_RESUMES = re.compile(
-    r"resum|restart|restore|continue_?(train|from)|load_?(ckpt|checkpoint|check_point|state|model|snapshot)|last_(ckpt|checkpoint)|"
-    r"auto_load|(initial|init|start|begin|last|first)_?(global_?)?(epoch|iter|step|it$)",
-    re.IGNORECASE,
-)
 _RESTORES = re.compile(r"load|resum|restor|restart", re.IGNORECASE)
 _LOADS = re.compile(r"load|resum|restor|register|setup|init", re.IGNORECASE)
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
@@ -70,7 +60,6 @@ _OTHERS = re.compile(
 _BEST = re.compile(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = re.compile(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
-_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
 
@@ -139,7 +128,8 @@ class ScalerNotSaved(ScriptRule):
     reason = (
         "A resumed run restarts at the initial scale of 65536 with the growth tracker at zero. If training had settled at a lower "
         "scale, the first steps after every resume overflow and are skipped while the learning-rate schedule advances, so the "
-        "resumed run differs from an uninterrupted one. The script restores the optimizer, so the checkpoint is meant for resuming."
+        "resumed run differs from an uninterrupted one. Only resuming needs the optimizer state; the finding is advice where nothing in the "
+        "file restores it."
     )
     bad = (
         _TRAIN.format(load="", save=""),
@@ -164,27 +154,23 @@ class ScalerNotSaved(ScriptRule):
         if script.has("save_scaler") or handed or _names_scaler(script):
             return
         yield from self._owned(script)
-        scalers = _used(script)
-        reported: set[ast.AST] = set()
+        saved: dict[ast.AST, tuple[Event, str, str]] = {}
         for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
-            near = _near_steps(script, event, steps)
-            restored = _restored(script, event)
-            place = _place(script, event)
-            if _entry(script, event.node) is None or not near or restored == "weights only" or place in reported:
-                continue
-            reported.add(place)
-            own = [e for e in near if e.optimizer.rsplit(".", 1)[-1] == event.optimizer.rsplit(".", 1)[-1]]
-            scaler = (own or near)[0].scaler
-            resumed = "a resumed run" if restored == "yes" else "a run that resumes from it"
+            scaler = _stepped_with(script, event, steps)
+            if scaler and entry_of(script.outline, event.node) is not None:
+                saved.setdefault(_place(script, event), (event, scaler, _purpose(script, event)))
+        resumed = [s for s in saved.items() if s[1][2] == "resumed"]
+        # Only resuming needs an optimizer. Where nothing here restores one, a single advice is enough, at a checkpoint that is written regularly.
+        others = sorted((s for s in saved.items() if s[1][2] != "final"), key=lambda s: s[1][2] != "unknown")
+        for place, (event, scaler, _) in resumed or others[:1]:
+            run = "a resumed run" if resumed else "a run that resumes from it"
             yield self.finding(
                 script.where(place),
-                f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {resumed} restarts at the initial scale",
+                f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {run} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
-                fix=scaler_state_fix(script, scalers) if scalers and restored == "yes" else None,
-                severity="warning" if restored == "yes" else "advice",
+                fix=scaler_state_fix(script, used) if resumed and (used := _used(script)) else None,
+                severity="warning" if resumed else "advice",
             )
-            if restored != "yes":
-                return  # once is enough for advice
 
     def _owned(self, script: Script) -> Iterator[Finding]:
         """Saved and restored optimizer states in a script whose scaler an Accelerator creates and never saves."""
@@ -193,7 +179,7 @@ class ScalerNotSaved(ScriptRule):
             return
         owner = scaling_accelerator(script) if script.has("load_optimizer") and script.has("owned_backward") else None
         for event in _once(script.events("save_optimizer")) if owner is not None else ():
-            if owner is not None and _entry(script, event.node) is not None:
+            if owner is not None and entry_of(script.outline, event.node) is not None:
                 scaler, condition = (
                     f"{owner.key}.scaler",
                     "" if owner.precision == "fp16" else "with mixed_precision='fp16' ",
@@ -211,26 +197,20 @@ def _place(script: Script, event: Event) -> ast.AST:
     for value in spread:
         if (written := written_out(script.outline, value, event.function)) is not None:
             return written
-    statement, entry = script.statement(event.node), _entry(script, event.node)
+    statement, entry = script.statement(event.node), entry_of(script.outline, event.node)
     if not isinstance(statement, ast.Expr):
         return entry if isinstance(entry, ast.Assign) else event.node
     return statement if getattr(event.node, "lineno", 0) - statement.lineno > MAX_LINES else event.node
 
 
-def _restored(script: Script, event: Event) -> str:
-    """Whether saved optimizer states are restored: yes, weights only, or unknown where nothing in the file loads one."""
+def _purpose(script: Script, event: Event) -> str:
+    """What a checkpoint with an optimizer is for: resumed in this file, final, the best so far, or unknown."""
     if script.has("load_optimizer") or any(True for _ in _spread(script, "load", "restore", "resume")):
-        return "yes"
-    calls, entry = script.outline.calls, _entry(script, event.node)
-    if restores_models(script.outline, entry):
-        return "weights only"
-    resumes = any(_RESUMES.search(name) for name in (*script.outline.loads, *script.outline.bindings, *calls))
-    if not resumes and not has_progress(entry):
-        return "weights only"  # nothing in the file is about resuming
-    # Saved after training, or only the best so far: not written for resuming.
-    final = not event.loops and not saves(event.function.name)
+        return "resumed"
+    if not event.loops and not saves(event.function.name):
+        return "final"  # after training
     best = any(_BEST.search(text) and " or " not in text and not _PAST_END.search(text) for text, _ in event.guards)
-    return "weights only" if final or best else "unknown"
+    return "best" if best else "unknown"
 
 
 def _names_scaler(script: Script) -> bool:
@@ -265,6 +245,21 @@ def _spread(script: Script, *verbs: str) -> Iterator[Event]:
         kinds = {recogniser.kind_of(key, function): key for key in keys if not is_setting(key)}
         if "optimizer" in kinds and not {"scaler", "wrapper"} & kinds.keys():
             yield Event("save_optimizer", call, function, optimizer=kinds["optimizer"])
+
+
+def _stepped_with(script: Script, event: Event, steps: list[Event]) -> str:
+    """The scaler whose state belongs to a saved optimizer; "" if none is known.
+
+    A base class that creates the scaler, and saves the optimizer, leaves the steps to the classes of other files.
+    """
+    near = _near_steps(script, event, steps)
+    own = [e for e in near if e.optimizer.rsplit(".", 1)[-1] == event.optimizer.rsplit(".", 1)[-1]]
+    if near:
+        return (own or near)[0].scaler
+    idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
+    created = [s for s in script.scalers if s.key.startswith("self.") and s.enabled != "no" and id(s.node) not in idle]
+    is_base = not steps and event.function.cls and not any(script.has(kind) for kind in ("opt_step", "update"))
+    return next((s.key for s in created if is_base and s.function.cls == event.function.cls), "")
 
 
 def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
@@ -307,46 +302,6 @@ def _collection(source: ast.expr) -> str:
     return key_of(source).removesuffix(".module").removesuffix("._orig_mod").rsplit(".", 1)[-1]
 
 
-def _entry(script: Script, node: ast.AST) -> ast.AST | None:
-    """Where a saved state ends up: a dictionary, a save call or an item assignment; None for comparisons and copies."""
-    parent = script.outline.parents.get(node)
-    if isinstance(node, ast.Call) and saves(text_of(node.func).rsplit(".", 1)[-1]):
-        return node  # a call that saves the objects it receives
-    # deepcopy(optimizer.state_dict()), [o.state_dict() for o in optimizers] and the like still end up in the checkpoint.
-    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp, ast.Tuple, ast.List, *_COMPREHENSIONS)) or (
-        isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
-    ):
-        node, parent = parent, script.outline.parents.get(parent)
-    if isinstance(parent, ast.Dict) or (isinstance(parent, ast.Return) and isinstance(node, _COMPREHENSIONS)):
-        return parent
-    if isinstance(parent, ast.keyword):
-        call = script.outline.parents.get(parent)
-        name = text_of(call.func) if isinstance(call, ast.Call) else ""
-        return call if name == "dict" or _HOLDS.search(name) else None
-    if isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1].startswith("save"):
-        return parent
-    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
-        return parent
-    return _stored(script, parent) if isinstance(parent, ast.Assign) else None
-
-
-def _stored(script: Script, assign: ast.Assign) -> ast.AST | None:
-    """The dictionary or save call into which the same function puts an assigned state."""
-    scope: ast.AST = assign
-    while not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
-        scope = script.outline.parents[scope]
-    key = key_of(assign.targets[0])
-    for part in ast.walk(scope):
-        values = part.values if isinstance(part, ast.Dict) else []
-        if isinstance(part, ast.Call) and saves(text_of(part.func).rsplit(".", 1)[-1]):
-            values = part.args
-        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Subscript):
-            values = [part.value]  # `checkpoint["optimizer"] = state`
-        if key and any(key_of(value) == key for value in values):
-            return part
-    return None
-
-
 class ScalerNotRestored(ScriptRule):
     """The scaler state is saved but never restored."""
 
@@ -379,7 +334,7 @@ class ScalerNotRestored(ScriptRule):
             )
             passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
             saved = passed if event.kind in {"handed", "stored"} else f"the state of `{event.scaler}` is saved"
-            is_entry = event.kind in {"handed", "stored"} or _entry(script, event.node) is not None
+            is_entry = event.kind in {"handed", "stored"} or entry_of(script.outline, event.node) is not None
             if is_entry and is_used and script.has("load_optimizer"):
                 yield self.finding(
                     script.where(event.node),

@@ -166,7 +166,7 @@ class UncheckedUpdate(TraceRule):
         """The finding for a step whose gradients are cleared on every pass, and computed only under a condition."""
         backs = [e for e in around if e.kind == "backward"]
         cleared = [e for e in around if e.kind == "zero_grad" and not e.accumulating]
-        if not backs or any(e.kind == "autograd_grad" for e in around):
+        if not backs or any(e.kind == "autograd_grad" for e in around) or _counts_backwards(script, event, backs):
             return None
         uses = backs
         guard = _decisive(script, event, backs)
@@ -270,6 +270,18 @@ def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None
     own = [g for g in own if _varies(script, g, others[0]) and not _tests_the_same(event, g)]
     own = [g for g in own if not any(_raises_unless(script, g, other) for other in others)]
     return own[0] if own else None
+
+
+def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
+    """Whether a condition of a step tests what is assigned next to the backward: `count += 1`, then `if count == 0: continue`."""
+    tested = {word for guard in event.guards for word in _WORD.findall(guard.text)}
+    for statement in filter(None, (script.statement(back.node) for back in backs)):
+        block = getattr(script.outline.parents.get(statement), "body", ())
+        targets: list[ast.expr] = [n.target for n in block if isinstance(n, ast.AugAssign)]
+        targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
+        if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:
+            return True
+    return False
 
 
 def _raises_unless(script: Script, guard: Guard, event: Event) -> bool:

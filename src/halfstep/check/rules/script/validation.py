@@ -40,7 +40,7 @@ for x, y in loader:
 _VALIDATE = 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n'
 MAX_FORWARDS = 100  # without gradients that are looked at; generated code has more
 _OTHER_MODEL = re.compile(
-    r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip)([._]|$)|ref_model|text_enc"
+    r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip|psnr|ssim|niqe|fid|inception|metrics?)([._]|$)|ref_model|text_enc"
 )
 _MODEL = re.compile(r"(model|net|network|policy)$", re.IGNORECASE)
 _EVALUATION = re.compile(
@@ -50,8 +50,10 @@ _TRAINS = re.compile(r"(self\.)?(is_)?train(ing)?")
 _LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
-_DUMMY = re.compile(r"\bdummy_?\w*\b", re.IGNORECASE)  # inputs that only show a shape
+_DUMMY = re.compile(r"dummy", re.IGNORECASE)  # inputs that only show a shape
+_MADE_UP = re.compile(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _METHODS = re.compile(r"^(generate|predict|encode)")
+_MOVES = {"to", "cuda", "half", "float", "type"}
 _LOADER = re.compile(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
@@ -129,7 +131,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             node, function, name = _site(script, event, nodes)
             if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
                 continue
-            if _opens_region(script, event) or _DUMMY.search(text_of(event.node)):
+            if _opens_region(script, event) or _is_probe(script, event):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             owners = [_function_of(script, root) for root in event.roots if event.node is node]
@@ -283,11 +285,33 @@ def _is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
     """Whether each result of a forward is drawn: a picture of some examples, in its loop or, in training, in its block."""
     loops = loops_around(script, event)
     around: ast.AST | None = loops[-1] if loops else None
+    inner = list(script.above(event.node))
+    if around not in inner and not isinstance(event.function.node, ast.Module):
+        # One batch, in a function that draws it. In a loop over all of them `wandb.Image` shows the first.
+        if any(key_of(n.func) == "wandb.Image" for n in ast.walk(event.function.node) if isinstance(n, ast.Call)):
+            return True
+        around = event.function.node
     if around is not None and trained & set(ast.walk(around)):
         blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
         around = next((block for block in blocks if block is not around), None)
     calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)] if around is not None else []
     return any(_DRAWS.search(key_of(call.func)) for call in calls)
+
+
+def _is_probe(script: Script, event: Event) -> bool:
+    """Whether the inputs of a forward are made up, to show a shape or to warm up: `model(torch.zeros(1, 3, size, size))`."""
+    if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
+        return True
+    values = [v for a in event.node.args for v in script.outline.values(key_of(a), event.function) or [a]]
+    names = [key_of(v.func).rsplit(".", 1)[-1] if isinstance(v, ast.Call) else "" for v in map(_moved, values)]
+    return bool(names) and all(map(_MADE_UP.search, names))
+
+
+def _moved(value: ast.expr) -> ast.expr:
+    """What is moved to a device: `torch.zeros(...)` of `torch.zeros(...).to(device)`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+        value = value.func.value
+    return value
 
 
 def _generates(event: Event) -> bool:

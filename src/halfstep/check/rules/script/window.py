@@ -331,10 +331,11 @@ class UpdateBeforeStep(TraceRule):
 
 
 def _leaves_before(script: Script, event: Event, other: Event) -> bool:
-    """Whether a branch around an event goes to the next iteration, so that another event outside of it does not follow."""
+    """Whether a branch or a handler around an event goes to the next iteration, so that another event outside of it does not follow."""
     node: ast.AST = event.node
     for parent in script.above(event.node):
-        for block in (parent.body, parent.orelse) if isinstance(parent, ast.If) else ():
+        blocks = [parent.body] if isinstance(parent, (ast.If, ast.ExceptHandler)) else []
+        for block in [*blocks, parent.orelse] if isinstance(parent, ast.If) else blocks:
             is_inside = any(part is other.node for statement in block for part in ast.walk(statement))
             if node in block and leaves_block(block) and not is_inside:
                 return True

@@ -11,11 +11,14 @@ from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Outline
 
-__all__ = ["Assignment", "Divisions", "assignments_before", "divided_by"]
+__all__ = ["Assignment", "Divisions", "assignments_before", "divided_by", "divides_gradients"]
 
 _DIVIDES = {"div", "div_", "divide", "true_divide"}
 _ABOVE_ONE = re.compile(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
+# Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
+_RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
 
 
 def divided_by(node: ast.AST) -> list[str]:
@@ -98,3 +101,17 @@ def _straight(statements: Iterable[ast.stmt]) -> Iterator[Assignment]:
             yield Assignment(statement, key_of(statement.target))
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             yield Assignment(statement, key_of(statement.targets[0]))
+
+
+def divides_gradients(outline: Outline) -> bool:
+    """Whether the script divides the gradients instead of the loss, for example by the number of tokens."""
+    calls = outline.calls
+    if any(_RESCALES.search(name) for name in calls):
+        return True
+    # By the loss scale they are only unscaled: `p.grad.mul_(1.0 / 2**lg_loss_scale)`.
+    sites = [c for name in ("div_", "mul_") for c, _ in calls.get(name, ())]
+    by_hand = (c.func for c in sites if not any("loss_scale" in text_of(a) for a in c.args))
+    if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
+        return True
+    assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
+    return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)

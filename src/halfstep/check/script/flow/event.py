@@ -31,6 +31,7 @@ class Loop(NamedTuple):
 
 
 _SETTING = re.compile(r"(<|<=|>|>=) -?\d+\)*$|== 1$")
+_SHAPE = re.compile(r"\.(size\(|shape\b)")
 _ACCUMULATION = re.compile(
     r"%|accum|grad\w*_acc\b|acc_(step|iter|batch|grad)|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
     r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step|\b(every_n_\w+|(is_)?divisible(_by)?)\("
@@ -90,8 +91,9 @@ class Event:
 @lru_cache(maxsize=4096)
 def is_accumulation(guard: Guard) -> bool:
     """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
-    # `args.accum < 1` tests a setting, not how far the window is.
-    return bool(_ACCUMULATION.search(guard.text)) and ("%" in guard.text or not _SETTING.search(guard.text))
+    # `args.accum < 1` tests a setting, and `x.size(0) == micro_batch_size` a batch, not how far the window is.
+    is_other = _SETTING.search(guard.text) or _SHAPE.search(guard.text)
+    return bool(_ACCUMULATION.search(guard.text)) and ("%" in guard.text or not is_other)
 
 
 def compatible(a: Event, b: Event) -> bool:

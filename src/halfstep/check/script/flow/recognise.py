@@ -231,8 +231,8 @@ class Recogniser:
         """A function of another file that saves or restores the objects it receives."""
         name = _last(key_of(call.func))
         verb = "save" if saves(name) else "load" if restores(name) else ""
-        keys = [key for key in passed_objects(self.outline, call, function) if not is_setting(key)] if verb else []
-        return self._states(verb, keys, function)
+        passed = passed_objects(self.outline, call, function) if verb else []
+        return self._states(verb, [key for key in passed if not is_setting(key, self._stepped)], function)
 
     def _states(self, verb: str, keys: list[str], function: Function) -> Action | None:
         """The action on several objects: with a scaler among them, or with an optimizer and no scaler."""

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
-    "has_progress",
+    "entry_of",
     "is_setting",
     "looks_up",
     "looped_objects",
     "passed_objects",
     "restored_copies",
     "restores",
-    "restores_models",
     "saves",
     "written_out",
 ]
@@ -35,13 +34,11 @@ _SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?
 _CHECKPOINT = re.compile(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
 _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
-
-# How far a run is: what a checkpoint contains next to the optimizer only if a run is to continue from it.
-_NO_MODEL = re.compile(r"optim|sched|(^|_)opt($|_)|scaler", re.IGNORECASE)
-_SCHEDULE = re.compile(r"sched", re.IGNORECASE)
-_PROGRESS = re.compile(
-    r"^(global_?|total_?|cur(rent)?_?|iter_?)?(epoch|step|iteration|iter|iter_num)s?$", re.IGNORECASE
+# Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
+_HOLDS = re.compile(
+    r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$"
 )
+_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
 def saves(name: str) -> bool:
@@ -80,50 +77,49 @@ def _is_checkpoint(node: ast.expr) -> bool:
     return bool(_CHECKPOINT.search(key_of(node).rsplit(".", 1)[-1]))
 
 
-def has_progress(entry: ast.AST | None) -> bool:
-    """Whether a checkpoint contains the epoch or step that it was written at."""
-    names: list[object] = []
-    if isinstance(entry, ast.Dict):
-        names = [key.value for key in entry.keys if isinstance(key, ast.Constant)]
-    elif isinstance(entry, ast.Call):
-        names = [*(keyword.arg for keyword in entry.keywords), *map(key_of, entry.args)]
-    return any(isinstance(name, str) and _PROGRESS.search(name.rsplit(".", 1)[-1]) for name in names)
+def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
+    """Where a saved state ends up: a dictionary, a save call or an item assignment; None for comparisons and copies."""
+    parent = outline.parents.get(node)
+    if isinstance(node, ast.Call) and saves(text_of(node.func).rsplit(".", 1)[-1]):
+        return node  # a call that saves the objects it receives
+    # deepcopy(optimizer.state_dict()), [o.state_dict() for o in optimizers] and the like still end up in the checkpoint.
+    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp, ast.Tuple, ast.List, *_COMPREHENSIONS)) or (
+        isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
+    ):
+        node, parent = parent, outline.parents.get(parent)
+    if isinstance(parent, ast.Dict) or (isinstance(parent, ast.Return) and isinstance(node, _COMPREHENSIONS)):
+        return parent
+    if isinstance(parent, ast.keyword):
+        call = outline.parents.get(parent)
+        name = text_of(call.func) if isinstance(call, ast.Call) else ""
+        return call if name == "dict" or _HOLDS.search(name) else None
+    if isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1].startswith("save"):
+        return parent
+    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
+        return parent
+    return _stored(outline, parent) if isinstance(parent, ast.Assign) else None
 
 
-def restores_models(outline: Outline, entry: ast.AST | None) -> bool:
-    """Whether the file loads weights again that the checkpoint contains: those of another model show nothing about it."""
-    loads = outline.calls.get("load_state_dict", ())
-    if not loads:
-        return any(outline.names.full(call.func) == "torch.load" for call, _ in outline.calls.get("load", ()))
-    if any(_SCHEDULE.search(_owner(call)) for call, _ in loads):
-        return False  # a schedule that goes on belongs to a run that goes on
-    owners = {_owner(call) for call, function in loads if not _is_best(outline, call, function)}
-    saved = {_owner(part) for part in ast.walk(entry) if isinstance(part, ast.Call)} if entry is not None else set()
-    models = {key for key in saved if key and not _NO_MODEL.search(key)}
-    return bool(owners & (models | {""})) if models else bool(owners)
+def _stored(outline: Outline, assign: ast.Assign) -> ast.AST | None:
+    """The dictionary or save call into which the same function puts an assigned state."""
+    scope: ast.AST = assign
+    while not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        scope = outline.parents[scope]
+    key = key_of(assign.targets[0])
+    for part in ast.walk(scope):
+        values = part.values if isinstance(part, ast.Dict) else []
+        if isinstance(part, ast.Call) and saves(text_of(part.func).rsplit(".", 1)[-1]):
+            values = part.args
+        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Subscript):
+            values = [part.value]  # `checkpoint["optimizer"] = state`
+        if key and any(key_of(value) == key for value in values):
+            return part
+    return None
 
 
-def _is_best(outline: Outline, call: ast.Call, function: Function) -> bool:
-    """Whether the loaded weights are the best ones so far, by the name of their file: for a test, not for resuming."""
-    sources = list(call.args[:1])
-    for _ in range(MAX_DEPTH):
-        if any("best" in text_of(source).lower() for source in sources):
-            return True
-        keys = {key_of(part) for source in sources for part in ast.walk(source)} - {""}
-        sources = [value for key in keys for value in outline.values(key, function)]
-    return False
-
-
-def _owner(call: ast.Call) -> str:
-    """The object whose state a call saves or loads, without wrappers: `model` of `model.module.state_dict()`."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr not in {"state_dict", "load_state_dict"}:
-        return ""
-    return key_of(call.func.value).removesuffix(".module").removesuffix("._orig_mod")
-
-
-def is_setting(key: str) -> bool:
-    """Whether a variable is about an optimizer or scaler without being one: `args.optimizer`, `optimizer_path`, `opt`."""
-    return bool(_SETTING.search(key))
+def is_setting(key: str, stepped: Collection[str] = ()) -> bool:
+    """Whether a variable is about an optimizer or scaler without being one: `args.optimizer`, `optimizer_path`, `opt` unless it is stepped."""
+    return key.removeprefix("self.") not in stepped and bool(_SETTING.search(key))
 
 
 def passed_objects(outline: Outline, call: ast.Call, function: Function) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
@@ -15,7 +16,16 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["PARSES", "arguments_of", "has_plain_trainer", "is_sharded", "is_trainer", "model_of", "unsharded_when"]
+__all__ = [
+    "PARSES",
+    "arguments_of",
+    "has_plain_trainer",
+    "is_sharded",
+    "is_trainer",
+    "losses_without_count",
+    "model_of",
+    "unsharded_when",
+]
 
 _ARGUMENTS = re.compile(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM|PPO|PPOv2|XPO|NashMD)Config$"
@@ -25,6 +35,11 @@ _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
 _ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
 _SEVERAL = re.compile(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
+_TRAINER = re.compile(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
+# What tells the Trainer that it has to divide the loss, or divides it.
+_SCALES = re.compile(
+    r"loss_is_scaled_for_ga|model_accepts_loss_kwargs|accepts_loss_kwargs|current_gradient_accumulation_steps"
+)
 PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
@@ -85,6 +100,30 @@ def _extends(call: ast.Call, name: str) -> bool:
     """Whether a class of another file extends TrainingArguments: it is configured with its options."""
     options = {k.arg for k in call.keywords}
     return name.endswith(("Config", "Arguments", "Args")) and bool(options & _OPTIONS) and "output_dir" in options
+
+
+def losses_without_count(outline: Outline) -> Iterator[tuple[ast.AST, str]]:
+    """Each `compute_loss` of a transformers.Trainer that ignores the number of tokens, with the accumulation steps of the file.
+
+    For a model whose forward takes `**kwargs`, as causal language models do, the Trainer passes `num_items_in_batch` and
+    divides nothing itself.
+    """
+    values = [k.value for name, sites in outline.calls.items() if _ARGUMENTS.search(name) for c, _ in sites for k in c.keywords
+              if k.arg == "gradient_accumulation_steps"]  # fmt: skip
+    steps = next((text_of(value) for value in values if constant(value) != 1), "")
+    accepts = any(i.full.endswith("ForCausalLM") for i in outline.names.imported) and "from_pretrained" in outline.calls
+    if not steps or not accepts or _SCALES.search(" ".join((*outline.loads, *outline.bindings))):
+        return
+    for cls, methods in outline.classes.items():
+        is_own = any(_TRAINER.search(outline.names.full(base)) for base in outline.bases.get(cls, ()))
+        method = methods.get("compute_loss") if is_own and "training_step" not in methods else None
+        arguments = getattr(method.node, "args", None) if method is not None else None
+        if method is None or arguments is None:
+            continue
+        extra = arguments.kwarg.arg if arguments.kwarg is not None else ""
+        loaded = {n.id for n in ast.walk(method.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        if ("num_items_in_batch" in method.params or extra) and not loaded & {"num_items_in_batch", "super", extra}:
+            yield method.node, steps
 
 
 def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:
