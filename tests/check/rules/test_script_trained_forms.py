@@ -182,3 +182,12 @@ def test_a_state_dict_that_replaces_the_weights(load, expected):
         f"{load}\n{ADAMW}"
     )
     assert lines(setup, "HS161") == expected
+
+
+def test_the_finding_is_at_the_variable_that_the_caller_passes():
+    """The caller chooses the dtype on a line of its own."""
+    setup = (
+        "def load(name, dtype):\n    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)\n"
+        f"chosen = torch.bfloat16 if low else torch.float32\nmodel = load(name, chosen)\n{ADAMW}"
+    )
+    assert lines(setup, "HS151") == [5]

@@ -111,12 +111,14 @@ def subject(cast: Cast) -> str:
 
 
 def anchor(script: Script, cast: Cast) -> ast.AST:
-    """Where to report a cast: the call, the dtype in it if that stands far below, or the one call that passes it the dtype."""
+    """Where to report a cast: the call, the dtype in it if that stands far below, or where the only caller chooses it."""
     dtype = next(dtype_values(cast), None)
     if dtype is not None and cast.form == "load" and (name := key_of(dtype)) in cast.function.params:
-        passed = [value for value, _ in passed_for(script.outline, name, cast.function)]
+        passed = list(passed_for(script.outline, name, cast.function))
         if len(passed) == 1 and default_of(cast.function, name) is None:
-            return passed[0]
+            value, caller = passed[0]
+            chosen = script.outline.lookup(key_of(value), caller) if key_of(value) else []
+            return chosen[0].node if len(chosen) == 1 and chosen[0].index is None else value
     return dtype if dtype is not None and dtype.lineno > cast.node.lineno + _FAR else cast.node
 
 
