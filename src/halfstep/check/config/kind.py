@@ -52,7 +52,6 @@ _OLD_KEYS = (
     "zero_hpz_partition_size",
     "use_node_local_storage",
     "dataloader",
-    "monitor_config",
     "moe",
 )
 DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REJECTED, *_OLD_KEYS})

@@ -176,7 +176,10 @@ class IgnoredKey(DeepSpeedRule):
         "effect, but the log still prints it with the rest of the configuration. If your own code reads the key, "
         "suppress this finding."
     )
-    bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "disable_fused_adam": true}',)
+    bad = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "disable_fused_adam": true}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "monitor_config": {"wandb": {"enabled": true}}}',
+    )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "msamp": {"enabled": true, "opt_level": "O3"}}',

@@ -188,6 +188,9 @@ class AutoWithoutTransformers(DeepSpeedRule):
         "            'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2},\n"
         "            'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto'}}}\n\n"
         "engine, *_ = deepspeed.initialize(model=AutoModel.from_pretrained(name), config=config())\n",
+        "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'bf16': {'enabled': True},\n"
+        "    'zero_optimization': {'stage': 3, 'sub_group_size': 'auto', 'reduce_bucket_size': 'auto'},\n}\n"
+        "engine, *_ = deepspeed.initialize(model=model, config=ds_config)\n",
         "from lightning.pytorch.strategies import DeepSpeedStrategy\n\n"
         "strategy = DeepSpeedStrategy(config={'bf16': {'enabled': 'auto'}, 'zero_optimization': {'stage': 2}})\n",
     )
@@ -223,6 +226,17 @@ class AutoWithoutTransformers(DeepSpeedRule):
             if entry and isinstance(entry.value, Scalar) and entry.value.value == "auto":
                 message = f'`{".".join(path)}` is "auto", which only Hugging Face resolves; DeepSpeed does not.'
                 yield self.at(config, path, message, instead="Set an explicit value.")
+        zero = config.block("zero_optimization")
+        names = [
+            e.key for e in (zero.entries if zero else ()) if isinstance(e.value, Scalar) and e.value.value == "auto"
+        ]
+        if names:
+            keys = ", ".join(f"`{name}`" for name in names)
+            message = (
+                f'"auto" in `zero_optimization` ({keys}) is resolved by Hugging Face only; DeepSpeed uses its defaults.'
+            )
+            path = ("zero_optimization", names[0])
+            yield self.at(config, path, message, instead="Set explicit values, or remove the keys.", severity="warning")
 
 
 class LooseJsonWithAuto(DeepSpeedRule):

@@ -24,6 +24,9 @@ _UNKNOWN = (
 _CLIPPED = _RIGHT.replace("    engine.s", "    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.s")
 
 
+_ENGINE = "from transformers import Trainer\nengine, *_ = deepspeed.initialize(model=model, optimizer=opt, config=ds_config)\n"
+
+
 class ClipsBehindEngine(JointRule):
     """The script clips gradients that DeepSpeed stores scaled or sharded."""
 
@@ -94,6 +97,48 @@ class ScalerWithEngine(JointRule):
                     continue
                 message = "Both a GradScaler and DeepSpeed scale the loss, but DeepSpeed divides by its own scale only."
                 yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.backward(loss)`.")
+
+
+class EnginePassedToTrainer(JointRule):
+    """A DeepSpeed engine is passed to a Trainer as its model."""
+
+    code = "HS220"
+    name = "engine-passed-to-trainer"
+    severity = "error"
+    reason = (
+        "The Trainer calls `backward` on the loss and steps an optimizer of its own: `engine.backward` and `engine.step` never run, so the loss "
+        "scale, the ZeRO partitions and the master weights of the engine are bypassed. Pass the plain model, and the configuration as "
+        "`TrainingArguments(deepspeed=...)`."
+    )
+    bad = (script_with(BF16, 2, "", loop=f"{_ENGINE}Trainer(model=engine, args=args, train_dataset=data).train()\n"),)
+    good = (
+        script_with(BF16, 2, "", loop=f"{_ENGINE}Trainer(model=model, args=args, train_dataset=data).train()\n"),
+        script_with(BF16, 2, "", loop=f"{_ENGINE}Trainer(model=engine, optimizer=opt).train(data)\n").replace(
+            "from transformers", "from engine_loop"
+        ),
+    )
+    references = ("https://huggingface.co/docs/transformers/deepspeed",)
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report `Trainer(model=engine)`, of a Trainer of transformers or TRL or a class of the script that extends one."""
+        own = [n for n in use.nodes if isinstance(n, ast.ClassDef) and any(_is_library(use, b) for b in n.bases)]
+        extended = {n.name for n in own}
+        for node in use.nodes if use.initialize is not None and use.engine else ():
+            name = key_of(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or not (name in extended or _is_library(use, node.func)):
+                continue  # a project's own Trainer may run the engine
+            model = next((k.value for k in node.keywords if k.arg == "model"), node.args[0] if node.args else None)
+            if model is not None and key_of(model) == use.engine:
+                yield self.finding(
+                    use.where(node),
+                    f"`{name}` trains `{use.engine}` with an optimizer of its own; the engine's backward and step never run.",
+                    instead="Pass the model itself, and the configuration as TrainingArguments(deepspeed=...).",
+                )
+
+
+def _is_library(use: Use, node: ast.expr) -> bool:
+    full = use.names.full(node)
+    return full.startswith(("transformers.", "trl.")) and full.endswith("Trainer")
 
 
 def _scaled_before(use: Use, loss: ast.Name) -> ast.expr:
@@ -330,6 +375,7 @@ class MastersNotRefreshed(JointRule):
 RULES: tuple[type[Rule], ...] = (
     ClipsBehindEngine,
     ScalerWithEngine,
+    EnginePassedToTrainer,
     AutocastAroundEngine,
     BareBackward,
     OptimizerInsteadOfEngine,

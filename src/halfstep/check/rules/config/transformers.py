@@ -10,7 +10,7 @@ from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
 from halfstep.check.rule import KindRule, Rule
-from halfstep.precision.node import Scalar
+from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["RULES"]
 
@@ -264,10 +264,12 @@ class FlagAsText(TrainerRule):
     severity = "error"
     reason = (
         "TrainingArguments does not convert its values: `fp16='False'` is a non-empty string and enables fp16. Quoted "
-        "values in YAML behave the same."
+        "values in YAML behave the same, and so does the `fp16` block of a DeepSpeed configuration: any dictionary that is not empty is true."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16='False')\n",
+        "import json\nfrom transformers import TrainingArguments\n\nds = json.load(open('ds.json'))\n"
+        "args = TrainingArguments('out', fp16=ds['fp16'], learning_rate=ds['optimizer']['params']['lr'])\n",
         "output_dir: out\nper_device_train_batch_size: 8\nlearning_rate: 1.0e-4\nbf16: 'false'\n",
     )
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=False)\n",)
@@ -281,6 +283,18 @@ class FlagAsText(TrainerRule):
             if entry and isinstance(value, str) and value.casefold() in {"false", "no", "off"}:
                 message = f"`{key}` is the string {value!r}, which is true and enables {key.split('_')[0]}."
                 yield self.finding(config.where(entry), message, instead="Write false without quotes, or remove it.")
+            elif entry and (table := self._block_of(config, entry, key)):
+                message = f"`{key}` is the whole block `{table}[{key!r}]` of a DeepSpeed configuration: a dictionary, which is true whatever it contains."
+                instead = f"Pass `{table}[{key!r}]['enabled']`."
+                yield self.finding(config.where(entry), message, instead=instead, severity="warning")
+
+    @staticmethod
+    def _block_of(config: Config, entry: Entry, key: str) -> str:
+        """The variable of a DeepSpeed configuration whose block `config["fp16"]` is passed as a flag; "" if it is none."""
+        text = entry.value.text if isinstance(entry.value, Scalar) else ""
+        item = re.fullmatch(rf"(\w+)\[['\"]{key}['\"]\]", text)
+        other = rf"\b{item[1]}\[['\"](zero_optimization['\"]\]|optimizer['\"]\]\[['\"]params)" if item else ""
+        return item[1] if item and re.search(other, config.source.text) else ""
 
 
 class NanFilter(TrainerRule):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import subject, when
+from halfstep.check.rules.weights.masters import anchor, subject, when
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, loops_around
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.chosen import condition_text, float16_ways, is_on_gpu
+from halfstep.check.script.objects.chosen import chosen_when, condition_text, float16_ways, is_on_gpu
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
     Engine,
@@ -23,6 +23,7 @@ from halfstep.check.script.objects.engines import (
     prepared_for,
 )
 from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.formats import may_be_none
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
@@ -269,6 +270,9 @@ class HalfWeightsInFramework(ScriptRule):
                 reported.add(tie.cast.node.lineno)
                 condition = when(script, tie.cast) if tie.cast.formats == {"float16"} else condition_text(ways[0])
                 yield self._report(script, tie.cast.node, condition, subject(tie.cast), owner)
+            elif tie.cast.node.lineno not in reported and (chosen := _chosen_alike(script, tie.cast)):
+                reported.add(tie.cast.node.lineno)
+                yield self._report(script, anchor(script, tie.cast), chosen[0], subject(tie.cast), chosen[1])
         for model, node, owner in _loose_models(script):
             if script.where(node).line not in reported:
                 yield self._report(script, node, "", f"`{model}`", owner)
@@ -308,6 +312,25 @@ def _accelerate_scales(script: Script, cast: Cast) -> bool:
         for value in values
         for text, is_true in conditions[-1:] or ((text_of(value), False),)
     )
+
+
+def _chosen_alike(script: Script, cast: Cast) -> tuple[str, str] | None:
+    """The options that choose float16 weights and the precision of an Accelerator in the same way, and its name."""
+    engines = [e for e in engines_of(script) if e.library == ACCELERATE]
+    sites = script.outline.calls.get("Accelerator", ())
+    if len(engines) != 1 or len(sites) != 1 or not script.has("owned_backward"):
+        return None
+    call, function = sites[0]
+    precision = argument(call, 2, "mixed_precision")
+    plugins = [argument(call, None, name) for name in ("deepspeed_plugin", "fsdp_plugin")]
+    if any(p is not None and not may_be_none(script.outline, p, function) for p in plugins) or precision is None:
+        return None
+    scaled = {frozenset(way) for way in chosen_when(script.outline, precision, function, "fp16") if way}
+    for way in float16_ways(script.outline, cast):
+        if frozenset(way) in scaled:
+            unless = "without a plugin, " if any(plugins) else ""
+            return f"{condition_text(way)}{unless}", f"`{engines[0].key}`"
+    return None
 
 
 def _chosen_by_engine(script: Script, cast: Cast) -> tuple[str, str] | None:

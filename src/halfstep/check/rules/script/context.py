@@ -123,12 +123,16 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
     if (not flag or _ON_DEVICE.match(flag)) and event.inside(
         "no_grad"
     ) is None:  # the scaler is on for bfloat16, and the region for everything
-        texts += [scaler.enabled for scaler in script.scalers if " in " in scaler.enabled]
-    for text in texts:
+        texts += [scaler.enabled for scaler in script.scalers if " in " in scaler.enabled or " or " in scaler.enabled]
+    excluded = {guard.text for guard in event.guards if not guard.is_true}
+    # `args.bf16 or args.fp16`: each part enables the region.
+    for text in (part.strip("()") for joined in texts for part in re.split(r" (?:or|and) ", joined)):
+        if text in excluded:
+            continue
         plain = text.removeprefix("bool(").removesuffix(")")
         if _BF16.search(plain) and re.fullmatch(r"[\w.\[\]'\"]+", plain):
             return plain
-        if _COMPARED.match(text) and " and " not in text and " or " not in text:
+        if _COMPARED.match(text):
             return text
     return ""
 
@@ -208,12 +212,14 @@ class AutocastDtype(ScriptRule):
     severity = "warning"
     reason = (
         "Outside CUDA, autocast supports float16 and bfloat16 only. With float32 or float64 it warns and disables itself, so the "
-        "region has no effect. (On CUDA the same line forces float32.)"
+        "region has no effect. (On CUDA the same line forces float32.) No device supports float8: on CUDA autocast casts the inputs of "
+        "linear layers and convolutions to it, and these raise, because float8 products need scales."
     )
     bad = (
         "import torch\nwith torch.autocast('cpu', dtype=torch.float32):\n    y = model(x)\n",
         "import torch\ndtype = torch.bfloat16 if device == 'cuda' else torch.float32\nwith torch.autocast(device, dtype=dtype):\n"
         "    y = model(x)\n",
+        "import torch\nwith torch.autocast('cuda', dtype=torch.float8_e4m3fn):\n    y = model(x)\n",
     )
     good = (
         "import torch\nwith torch.autocast('cpu', enabled=False):\n    y = model(x)\n",
@@ -227,6 +233,15 @@ class AutocastDtype(ScriptRule):
         """Regions on devices other than CUDA whose dtype is float32 or float64."""
         for region in script.autocasts:
             dtype = argument(region.node, 1, "dtype")
+            if "float8" in region.dtypes and region.enabled != "no":
+                condition = "" if region.dtype == "float8" else f"when `{text_of(region.dtype_node)}` is float8, "
+                yield self.finding(
+                    script.where(region.node),
+                    f"{condition}autocast does not support float8: linear layers raise on CUDA, and elsewhere it disables itself",
+                    instead="dtype=torch.bfloat16; float8 training needs scales, as in torchao.float8 or transformer_engine",
+                    severity="error",
+                )
+                continue
             wrong = region.dtype in {"float32", "float64"} and region.device not in {None, "cuda"}
             if wrong and region.enabled == "yes" and script.outline.names.full(dtype or region.node):
                 yield self.finding(

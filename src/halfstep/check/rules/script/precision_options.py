@@ -1,31 +1,23 @@
-"""HS133, HS138, HS139: precision options of the command line and flags that do not do what they say."""
+"""HS133, HS138: precision options of the command line and flags that do not do what they say."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
+from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes, all_statements
+from halfstep.check.script.syntax.children import all_statements
 from halfstep.check.script.syntax.names import chain
 
-__all__ = ["RULES"]
+__all__ = ["PRECISION_OPTION", "RULES"]
 
-_PRECISION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
-_STORED = re.compile(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
-_SCALE = re.compile(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
+PRECISION_OPTION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
-_TRAINED = (
-    "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
-    "args = parser.parse_args()\nscaler = torch.amp.GradScaler('cuda'{flag})\nfor x, y in loader:\n    optimizer.zero_grad()\n"
-    "    with torch.autocast('cuda', dtype=torch.float16{flag}):\n        loss = loss_fn(model(x), y)\n"
-    "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
-)
 _BOOL = re.compile(r"bool|lambda (\w+): bool\(\1\)")
 _TRAINS = re.compile(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
 _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
@@ -80,7 +72,7 @@ class BooleanOption(ScriptRule):
         """Options named after a precision whose type is bool, or which store their default."""
         options = Options(script)
         for call, flag, name in options.declared:
-            if not _PRECISION.search(name.lower()):
+            if not PRECISION_OPTION.search(name.lower()):
                 continue
             kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
             default = _default(script, call)
@@ -118,130 +110,6 @@ def _stored(call: ast.Call, action: object) -> object:
     if action == "store_const" and isinstance(value := constant(argument(call, None, "const")), bool):
         return value
     return {"store_true": True, "store_false": False}.get(str(action), ...)
-
-
-_DATACLASS = """\
-from dataclasses import dataclass
-from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
-
-@dataclass
-class Options:
-    name: str = "gpt2"
-    torch_dtype: str = "bfloat16"
-
-options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
-model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
-Trainer(model, args=training, train_dataset=data).train()
-"""
-
-
-_TRAINER = """\
-import torch
-
-class Trainer:
-    def __init__(self, model, optimizer, use_amp=False):
-        self.model, self.optimizer = model, optimizer
-        self.use_amp = use_amp
-        self.scaler = torch.amp.GradScaler("cuda"{flag})
-
-    def step(self, x, y):
-        self.optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16{flag}):
-            loss = loss_fn(self.model(x), y)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-"""
-
-
-class UnusedPrecisionOption(ScriptRule):
-    """A precision option is declared and never read."""
-
-    code = "HS139"
-    name = "precision-option-unused"
-    severity = "warning"
-    reason = (
-        "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
-        "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too."
-    )
-    bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""), _TRAINER.format(flag=""))
-    good = (
-        _TRAINED.format(flag=", enabled=args.amp"),
-        _TRAINED.format(flag="") + "evaluate(model, args)\n",
-        _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
-        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
-        _TRAINER.format(flag=", enabled=self.use_amp"),
-    )
-    references = (f"{_ARGPARSE}#the-namespace-object",)
-    words = ("HfArgumentParser", *(f"{mark}--{n}{mark}" for n in ("fp16", "bf16", "mixed_precision") for mark in "'\""))
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
-        yield from self._fields(script)
-        yield from self._stored(script)
-        trains = script.outline.calls.keys() & {"backward", "Accelerator", "Fabric"}
-        applies_apex = "apex.amp.initialize" in script.outline.library_calls
-        if not (script.autocasts or script.scalers or trains or applies_apex):
-            return
-        options = Options(script)
-        named = ((call, flag, name) for call, flag, name in options.declared)
-        precise = [o for o in named if _PRECISION.search(o[2].lower()) or _SCALE.search(o[2].lower())]
-        if not precise or not stays_here(options):
-            return
-        full = script.outline.names.full  # `torch.amp` reads no option
-        read = {n.attr for n in options.nodes if isinstance(n, ast.Attribute) and not full(n)}
-        read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        for call, flag, name in precise:
-            if name not in read and argument(call, None, "dest") is None:
-                yield self.finding(
-                    script.where(call),
-                    f"`{flag}` is never read: the run is the same with and without it",
-                    instead=f"pass args.{name} on, or remove the option",
-                )
-
-    def _stored(self, script: Script) -> Iterator[Finding]:
-        """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
-        switches = [(s.node, s.function, s.enabled) for s in script.scalers]
-        if not switches:
-            return
-        outline, read = script.outline, _read_names(all_nodes(script.tree))
-        for key, bindings in outline.bindings.items():
-            name = key.removeprefix("self.")
-            if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
-                continue
-            binding = bindings[0]
-            function = binding.function
-            is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
-            own = [enabled for _, scope, enabled in switches if scope.cls == function.cls]
-            uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
-            if not is_passed or outline.bases.get(function.cls) or not own or set(own) != {"yes"} or len(uses) != 1:
-                continue
-            yield self.finding(
-                script.where(binding.node),
-                f"`{key}` is stored and never read in this file: the scaler is always enabled",
-                instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
-            )
-
-    def _fields(self, script: Script) -> Iterator[Finding]:
-        """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
-        if "HfArgumentParser" not in script.source.text:
-            return
-        nodes = all_nodes(script.tree)
-        read = _read_names(nodes)
-        for field in dataclass_fields(nodes):
-            name = field.target.id if isinstance(field.target, ast.Name) else ""
-            if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
-                yield self.finding(
-                    script.where(field),
-                    f"the option `--{name}` is never read: the run is the same with and without it",
-                    instead=f"pass {name} to from_pretrained, or remove the option",
-                )
-
-
-def _read_names(nodes: Collection[ast.AST]) -> set[str]:
-    """The attributes that are read, and every string: `getattr(args, "amp")`."""
-    names = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 _FLAG = re.compile(r"(^|_)(fp16|bf16|amp|use_amp|half|tf32|fp8|mixed_precision|autocast)(_|$)|dtype|^scaler$|^grad_scaler$", re.IGNORECASE)  # fmt: skip
@@ -292,4 +160,4 @@ class FlagIsTuple(ScriptRule):
             )
 
 
-RULES: tuple[type[Rule], ...] = (BooleanOption, FlagIsTuple, UnusedPrecisionOption)
+RULES: tuple[type[Rule], ...] = (BooleanOption, FlagIsTuple)

@@ -11,7 +11,6 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
-    STEPS,
     TraceRule,
     allows_float16,
     earlier,
@@ -21,12 +20,13 @@ from halfstep.check.script.flow.order import (
     switched_off,
     without_amp,
 )
-from halfstep.check.script.flow.origin import comes_from_call, region_of_loss
+from halfstep.check.script.flow.origin import comes_from_call, region_of_loss, regions_in_model
+from halfstep.check.script.flow.scaler_condition import omitted_float16
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
-from halfstep.check.script.objects.modules import is_on, is_on_by_default, regions_in_forward
+from halfstep.check.script.objects.modules import is_on, is_on_by_default
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_out_of_reach, is_owned
+from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, is_misplaced, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -49,6 +49,7 @@ _DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE
 _FLOAT16 = re.compile(r"== (torch\.)?['\"]?(float16|fp16|half)")
 _MODULE_STEPS = {"training_step", "forward", "shared_step", "_shared_step", "compute_loss"}
 _PLAIN_TRAINERS = ("pytorch_metric_learning.trainers.",)
+_SETTING = re.compile(r"(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+$")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -122,10 +123,14 @@ class Fp16WithoutScaler(TraceRule):
         if is_owned(script, trace, event):
             return None
         if event.scaled == "yes":
-            return self._switched_off(script, trace, index) or self._switched_by_flag(script, trace, index)
+            return (
+                self._switched_off(script, trace, index)
+                or self._switched_by_flag(script, trace, index)
+                or self._left_out(script, trace, index)
+            )
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
-        if has_scaler(script) and not _is_forgotten(script, trace, index) and not is_elsewhere(script, trace):
+        if has_scaler(script) and not is_forgotten(script, trace, index) and not is_elsewhere(script, trace):
             return self._beside_scaler(script, trace, index) or self._without_its_scaler(script, trace, index)
         if without_amp(event):
             return None
@@ -179,6 +184,21 @@ class Fp16WithoutScaler(TraceRule):
             script.where(scaler.node),
             f"without `{flag}` the scaler is disabled, but the region at {script.at(opened.node)} still computes in float16: gradients below 6e-8 become zero",
             instead=f"torch.autocast(..., enabled={flag})",
+            severity="warning",
+        )
+
+    def _left_out(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
+        event = trace[index]
+        scalers = scalers_at(script, event)
+        opened = region_of_loss(script, trace, index) if len(scalers) == 1 else None
+        case = omitted_float16(script, scalers[0], opened) if opened is not None else None
+        if opened is None or case is None:
+            return None
+        return self.finding(
+            script.where(scalers[0].node),
+            f"{case.when} the loss under float16 autocast ({script.at(opened.node)}) is not scaled: gradients below 6e-8 become zero",
+            instead=case.instead,
             severity="warning",
         )
 
@@ -296,23 +316,19 @@ class Fp16WithoutScaler(TraceRule):
 
     def _in_forward(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a loss of a model of this file whose forward opens a float16 region."""
-        event = trace[index]
-        for i in earlier(trace, index, "forward"):
-            call = trace[i]
-            if call.loops != event.loops or call.function is not event.function or call.inside("no_grad"):
-                continue
-            regions = regions_in_forward(script.outline, call.subject, call.function)
-            if regions and all(
-                a.dtype == "float16" and (is_on(a) or is_on_by_default(script.outline, a)) for a in regions
-            ):
-                line = regions[0].node.lineno
-                return self.finding(
-                    script.where(event.node),
-                    f"`{event.local.subject or 'the loss'}` is not scaled, but `{call.local.subject}` computes under float16 "
-                    f"autocast (line {line}): gradients below 6e-8 become zero",
-                    instead=_SCALE,
-                )
-        return None
+        event, opened = trace[index], regions_in_model(script, trace, index)
+        if opened is None:
+            return None
+        call, regions = opened
+        option = next((a.enabled for a in regions if not (is_on(a) or is_on_by_default(script.outline, a))), "")
+        if option and not _SETTING.match(option) and not script.outline.bindings.get(option):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"{f'when `{option}`, ' if option else ''}`{event.local.subject or 'the loss'}` is not scaled, but `{call.local.subject}` computes under float16 "
+            f"autocast (line {regions[0].node.lineno}): gradients below 6e-8 become zero",
+            instead=_SCALE,
+        )
 
 
 def _may_be_float16(script: Script, opened: Event) -> bool:
@@ -356,22 +372,6 @@ def _is_left_to_launcher(script: Script, engine: Engine) -> bool:
     calls = script.outline.calls.get("Accelerator", ())
     hidden = any(k.arg is None for call, _ in calls for k in call.keywords)
     return engine.is_created and not hidden and "mixed_precision" not in script.source.text.lower()
-
-
-def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
-    """Whether a scaler serves the other optimizers of the same iteration, but not the one that steps next."""
-    event = trace[index]
-    following = next(later(trace, index, *STEPS), None)
-    if following is None or trace[following].kind != "opt_step" or not trace[following].optimizer:
-        return False
-    if any(e.kind in {"unscale", "handed", "get_scale", "autograd_grad"} for e in trace):
-        return False
-    scaled = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
-    served = {e.optimizer.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
-    mine = trace[following].optimizer.rsplit(".", 1)[-1]
-    # Both always run: another branch of a condition may be the one without mixed precision.
-    together = scaled and all(e.guards == event.guards and e.loops == event.loops for e in scaled)
-    return bool(together) and bool(served) and "" not in served and mine not in served
 
 
 def _is_decorator(node: ast.AST, event: Event) -> bool:

@@ -227,6 +227,21 @@ class HalfModelWithScaler(ScriptRule):
                         f"{condition_text(ways[0])}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                         instead=f"{remedy(script, cast)} and let autocast cast",
                     )
+        yield from self._by_default(script)
+
+    def _by_default(self, script: Script) -> Iterator[Finding]:
+        """Models that are created under a float16 default dtype, in runs that step them through a scaler."""
+        steps = [e for e in script.events("scaler_step") if not without_amp(e) and not switched_off(script, e)]
+        defaults = _defaults_of(script) if steps and not is_exercise(script) else []
+        for call, function, formats in defaults:
+            here = conditions_of(script.outline, call)
+            is_scaled = any(possible(here, step.guards) for step in steps)
+            if formats == {"float16"} and is_scaled and _trains_under_default(script, call, function, defaults):
+                yield self.finding(
+                    script.where(call),
+                    "the weights created after this line are float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead="keep the default dtype at float32 and let autocast cast",
+                )
 
 
 def _enabling_test(script: Script, tie: Trained) -> str:
@@ -267,12 +282,7 @@ class DefaultDtypeHalf(ScriptRule):
         outline = script.outline
         if is_exercise(script) or not (script.has("backward", "owned_backward") or _has_plain_trainer(outline)):
             return
-        defaults = [
-            (call, function, low)
-            for name in ("set_default_dtype", "set_default_tensor_type")
-            for call, function in outline.calls.get(name, ())
-            for low in _default_formats(script, call, function)
-        ]
+        defaults = _defaults_of(script)
         for call, function, low in defaults:
             if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
                 continue
@@ -305,6 +315,16 @@ def _has_plain_trainer(outline: Outline) -> bool:
     return any(
         a is not None and not PARSES.search(text_of(a.func)) and not is_sharded(outline, a, f) for a, f in arguments
     )
+
+
+def _defaults_of(script: Script) -> list[tuple[ast.Call, Function, frozenset[str]]]:
+    """The calls that set the default dtype, each with its function and the formats it may set."""
+    return [
+        (call, function, formats)
+        for name in ("set_default_dtype", "set_default_tensor_type")
+        for call, function in script.outline.calls.get(name, ())
+        for formats in _default_formats(script, call, function)
+    ]
 
 
 def _default_formats(script: Script, call: ast.Call, function: Function) -> Iterator[frozenset[str]]:

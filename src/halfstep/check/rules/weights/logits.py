@@ -185,6 +185,10 @@ def _losses(script: Script) -> Iterator[CallSite]:
     for name, sites in outline.calls.items():
         if "crit" in name.lower() or "loss" in name.lower() or name in {"ce", "CrossEntropyLoss"}:
             yield from (site for site in sites if _is_cross_entropy(script, site.call.func, site.function))
+    for call, function in outline.library_calls.get("torch.nn.CrossEntropyLoss", ()):
+        used = outline.parents.get(call)
+        if isinstance(used, ast.Call) and used.func is call:  # `nn.CrossEntropyLoss()(logits, y)`
+            yield CallSite(used, function)
 
 
 def _is_method(script: Script, call: ast.Call) -> bool:

@@ -12,13 +12,15 @@ from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
 from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
+from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
+from halfstep.check.script.objects.trainers import has_plugin
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, asks_for_adapters, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.scope import default_of
 from halfstep.check.settings import Settings
 
 __all__ = [
@@ -53,7 +55,6 @@ args = TrainingArguments("out", learning_rate=1e-5{flags})
 Trainer(model=model, args=args, train_dataset=data).train()
 """
 _QWEN = "Qwen/Qwen3-0.6B"
-_PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _FAR = 5  # lines
 _TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
@@ -109,9 +110,15 @@ def subject(cast: Cast) -> str:
     return f"`{cast.key}`" if cast.key else "the model"
 
 
-def anchor(cast: Cast) -> ast.AST:
-    """Where to report a cast: the call, or the dtype in it if that stands far below."""
+def anchor(script: Script, cast: Cast) -> ast.AST:
+    """Where to report a cast: the call, the dtype in it if that stands far below, or where the only caller chooses it."""
     dtype = next(dtype_values(cast), None)
+    if dtype is not None and cast.form == "load" and (name := key_of(dtype)) in cast.function.params:
+        passed = list(passed_for(script.outline, name, cast.function))
+        if len(passed) == 1 and default_of(cast.function, name) is None:
+            value, caller = passed[0]
+            chosen = script.outline.lookup(key_of(value), caller) if key_of(value) else []
+            return chosen[0].node if len(chosen) == 1 and chosen[0].index is None else value
     return dtype if dtype is not None and dtype.lineno > cast.node.lineno + _FAR else cast.node
 
 
@@ -217,7 +224,7 @@ class WeightsWithoutMaster(ScriptRule):
             if "bfloat16" not in cast.low or not is_stepped(script, tie):
                 continue
             launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
-            if launched and _PLUGINS & script.outline.calls.keys():
+            if launched and has_plugin(script.outline):
                 continue  # with a plugin, Accelerate trains float32 copies
             is_hook = tie.function.name == "configure_optimizers" and "Trainer" not in script.outline.calls
             if is_hook and cast.function.name in {"configure_model", "configure_sharded_model"}:
@@ -232,7 +239,7 @@ class WeightsWithoutMaster(ScriptRule):
             if tie.is_assumed:
                 no_master = f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
             yield self.finding(
-                script.where(anchor(cast)),
+                script.where(anchor(script, cast)),
                 f"{when(script, cast, tie.lineage)}{unless}{subject(cast)}{but} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
                 f"({script.at(tie.by)}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
@@ -309,7 +316,7 @@ class CheckpointDtypeTrained(ScriptRule):
             which = "16 bits" if stored else "16 bits for most language models"
             how = 'dtype="auto"' if cast.form == "load" else "no dtype"
             yield self.finding(
-                script.where(anchor(cast)),
+                script.where(anchor(script, cast)),
                 f"{when(script, cast, tie.lineage)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
                 "without float32 master weights (unless launched with DeepSpeed or FSDP): updates below 1/512 of a weight are lost",
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
@@ -375,7 +382,7 @@ class Bf16WeightsTrained(ScriptRule):
                 continue
             severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(
-                script.where(anchor(cast)),
+                script.where(anchor(script, cast)),
                 f"{when(script, cast, tie.lineage)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
                 f"without a float32 copy (unless launched with DeepSpeed or FSDP): {_lost(cast.low)}",
                 instead=f'{remedy(script, cast)} with bf16=True, or pass optimizers=(halfstep.optim.AdamW(..., master="split"), None)',

@@ -8,11 +8,13 @@ import itertools
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.modules import regions_in_forward
+from halfstep.check.script.objects.values import Autocast
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["comes_from", "comes_from_call", "region_of_loss"]
+__all__ = ["comes_from", "comes_from_call", "region_of_loss", "regions_in_model"]
 
 MAX_REGIONS = 8  # before one backward that its loss is traced to
 MAX_DEPTH = 3  # assignments between a value and the loss
@@ -42,6 +44,20 @@ def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
         if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
             return None
     return disabled
+
+
+def regions_in_model(script: Script, trace: Trace, index: int) -> tuple[Event, list[Autocast]] | None:
+    """The call of a model of this file before a backward, and the float16 regions that its forward opens, all of them."""
+    event = trace[index]
+    for i in earlier(trace, index, "forward"):
+        call = trace[i]
+        is_near = call.function is event.function or (call.function.cls == event.function.cls != "")
+        if call.loops != event.loops or not is_near or call.inside("no_grad"):
+            continue
+        regions = regions_in_forward(script.outline, call.subject, call.function)
+        if regions and all(a.dtype == "float16" and a.enabled != "no" for a in regions):
+            return call, regions
+    return None
 
 
 def comes_from(opened: Event, event: Event, outline: Outline) -> bool:

@@ -154,7 +154,7 @@ def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast
     for call, function, key, formats in casts:
         for wrap, scope in wrapped:
             is_later = scope is function and wrap.lineno < call.lineno and key in _targets(outline, wrap)
-            if is_later and formats <= SIXTEEN_BIT:
+            if is_later and formats & SIXTEEN_BIT:
                 adapted.append(Cast(call, function, key, formats, "cast"))
     for wrap, scope in wrapped:
         node: ast.AST = wrap

@@ -39,6 +39,7 @@ DTYPES = {
     "torch.float": "float32",
     "torch.float64": "float64",
     "torch.double": "float64",
+    **{f"torch.float8_{name}": "float8" for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")},
 }
 # Tests of the device: true with CUDA, and true without.
 _CUDA = re.compile(r"cuda(?!.*(bf16|capability))|(^|[._])gpu", re.IGNORECASE)
@@ -91,7 +92,8 @@ def _either(
         target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
         if target is None or target.name == "__init__":
             return None
-        returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+        every = (n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None)
+        returns = list({text_of(value): value for value in every}.values())
         parts = [read(outline, value, target, depth - 1) for value in returns[:MAX_VALUES]]
         return frozenset().union(*parts) if parts and len(returns) <= MAX_VALUES else _NOTHING
     values = outline.sources(key, function)

@@ -94,12 +94,19 @@ def stays_here(options: Options) -> bool:
         passed = [v for v in values if isinstance(v, ast.Name) and v.id in spaces]
         starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
         last = chain(node.func)[-1:]
-        is_known = bool(last) and (last[0] in local | _SHOWS | {"spawn", "Process"} or _UNRELATED.search(last[0]))
+        is_known = bool(last) and (
+            _is_engine(node.func) or last[0] in local | _SHOWS | {"spawn", "Process"} or _UNRELATED.search(last[0])
+        )
         if passed and not is_known:
             return False
         if any(spaces & {n.id for n in ast.walk(s) if isinstance(n, ast.Name)} for s in starred):
             return False
     return bool(spaces) and not _reads_any(options.nodes, spaces)
+
+
+def _is_engine(func: ast.expr) -> bool:
+    """Whether a function is one of DeepSpeed, which reads its own options of a namespace and no other."""
+    return chain(func)[:1] == ("deepspeed",)
 
 
 def _parses(function: ast.FunctionDef) -> bool:

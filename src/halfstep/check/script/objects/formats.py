@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
@@ -16,10 +17,28 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["AUTO", "SIXTEEN_BIT", "assigned", "formats_of", "keyword_of", "passed_for", "returned_by", "table_of"]
+__all__ = [
+    "AUTO",
+    "SAME_MODEL",
+    "SIXTEEN_BIT",
+    "VariableCast",
+    "assigned",
+    "base_of",
+    "cast_formats",
+    "casts_in",
+    "formats_of",
+    "keyword_of",
+    "may_be_none",
+    "passed_for",
+    "returned_by",
+    "table_of",
+]
 
 SIXTEEN_BIT = frozenset({"float16", "bfloat16"})
 AUTO = "auto"  # the checkpoint's own dtype
+SAME_MODEL = {
+    "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
+}  # fmt: skip  # methods that return the model itself
 _NOTHING = frozenset({UNKNOWN})
 _STRINGS = {
     "bfloat16": "bfloat16",
@@ -29,6 +48,15 @@ _STRINGS = {
     "float32": "float32",
     "auto": AUTO,
 }
+
+
+class VariableCast(NamedTuple):
+    """A cast of a variable, which may be a model or any tensor."""
+
+    call: ast.Call
+    function: Function
+    key: str
+    formats: frozenset[str]
 
 
 def formats_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> frozenset[str]:
@@ -233,3 +261,53 @@ def _may_be_idle(node: ast.expr) -> bool:
         return False
     switches = [k.value for k in node.keywords if k.arg in {"load_in_4bit", "load_in_8bit"}]
     return bool(switches) and all(isinstance(value, ast.Compare) for value in switches)
+
+
+def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:
+    """The formats a call casts its receiver to: `.half()`, `.to(device, dtype)`; empty if it is no cast."""
+    func = call.func
+    if not isinstance(func, ast.Attribute):
+        return frozenset()
+    if func.attr in {"half", "bfloat16", "float"} and not call.args and not call.keywords:
+        return frozenset({{"half": "float16", "bfloat16": "bfloat16", "float": "float32"}[func.attr]})
+    options = [k.value for k in call.keywords if k.arg == "dtype"] or call.args
+    for value in options if func.attr in {"to", "type", "to_empty"} else ():
+        formats = formats_of(outline, value, function)
+        if formats & (SIXTEEN_BIT | {"float32"}):
+            return formats
+    return frozenset()
+
+
+def base_of(node: ast.expr) -> ast.expr:
+    """The model under a chain of casts and moves: `model` of `model.to(device).half()`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr not in SAME_MODEL | {"half", "bfloat16", "float", "type"}:
+            break
+        node = node.func.value
+    return node
+
+
+def casts_in(outline: Outline) -> Iterator[VariableCast]:
+    """Every call of a file that casts a variable in place."""
+    for name in ("half", "bfloat16", "to", "float", "type"):
+        for call, function in outline.calls.get(name, ()):
+            key = key_of(base_of(call))
+            formats = cast_formats(outline, call, function) if key else frozenset()
+            if formats:
+                yield VariableCast(call, function, key, formats)
+    yield from _assigned_states(outline)
+
+
+def _assigned_states(outline: Outline) -> Iterator[VariableCast]:
+    """Casts of the values of a state dict, `state[k] = v.half()`, that `load_state_dict(state, assign=True)` makes the weights."""
+    for load, function in outline.calls.get("load_state_dict", ()):
+        owner = key_of(load.func.value) if isinstance(load.func, ast.Attribute) else ""
+        if not owner or constant(argument(load, 2, "assign")) is not True:
+            continue
+        for name in ("half", "bfloat16", "to"):
+            for call, scope in outline.calls.get(name, ()):
+                parent = outline.parents.get(call)
+                is_item = isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript)
+                formats = cast_formats(outline, call, scope)
+                if (is_item or isinstance(parent, ast.DictComp)) and formats & SIXTEEN_BIT:
+                    yield VariableCast(call, function, owner, formats)

@@ -10,10 +10,21 @@ from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["enabled_parts", "freezes", "freezing_loops", "restored_layers", "restoring_loop", "trains_part_of"]
+__all__ = [
+    "enabled_parts",
+    "freezes",
+    "freezing_loops",
+    "keeps_low",
+    "restored_layers",
+    "restoring_loop",
+    "trains_part_of",
+]
 
 
-_ATTACHES = re.compile(r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_")
+_ATTACHES = re.compile(
+    r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_(?!\w*(ids|mask|inputs|labels|batch|hooks?|optimizer|scheduler)$)"
+)
+_CREATES = re.compile(r"\bnn\.|Linear|Module|Parameter|Embedding|lora|adapter|setattr|register", re.IGNORECASE)
 _ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
 # Parts that are attached to a loaded model, in float32.
 _ADDED = re.compile(
@@ -24,6 +35,14 @@ _ADDED = re.compile(
 _SMALL = re.compile(
     r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2"
 )
+_CHANGES = re.compile(
+    r"requires_grad(_\(|\s*=[^=])|\.float\(|float32|\.to\(|\.data\b|kbit|lora|adapter|peft|quant|freez|\bsetattr\(",
+    re.IGNORECASE,
+)
+_CHOOSES = re.compile(
+    r"requires_grad(_\(|\s*=\s*)(?!(True|False|requires_grad=)\b)[\w(]"
+)  # `p.requires_grad_(name in trained)`
+_LIFTS = re.compile(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
 _OF_GRADIENT = re.compile(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
@@ -40,6 +59,14 @@ def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
                 if re.search(r"requires_grad(_\(| = )(?!True)|\.float\(\)|float32", body):
                     loops[node] = function
     return tuple(loops.items())
+
+
+def keeps_low(lineage: Lineage, function: Function) -> bool:
+    """Whether a function of this file leaves trained weights of a model in their dtype: it changes none, or chooses which to train."""
+    text = " ".join(ast.unparse(statement) for statement in function.body)
+    if not _CHANGES.search(text):
+        return True
+    return bool(_CHOOSES.search(text)) and not _LIFTS.search(text) and not _has_new_layers(lineage)
 
 
 def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
@@ -61,6 +88,7 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
     # layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
+    chooses |= bool(_CHOOSES.search(ast.unparse(loop)))
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
     whole = not _ADDED.search(ast.unparse(loop)) and not _has_new_layers(lineage)
     return not chooses or not (later or whole)
@@ -152,14 +180,19 @@ def _has_new_layers(lineage: Lineage) -> bool:
                 return True
     if any(name in outline.calls for name in ("add_module", "register_module", "set_submodule")):
         return True
-    values = [call.args[2] for call, _ in outline.calls.get("setattr", ()) if len(call.args) == 3]
+    calls = [(call, function) for call, function in outline.calls.get("setattr", ()) if len(call.args) == 3]
+    # `setattr(loader, "epoch", n)`: a name that is written sets an attribute of that object, which is no part of the model.
+    values = [c.args[2] for c, f in calls if constant(c.args[1]) is ... or lineage.has(key_of(c.args[0]), f)]
     if not all(
-        isinstance(value, ast.Constant) for value in values
-    ):  # `setattr(model, "is_parallelizable", True)` is no layer
-        return True
+        isinstance(value, ast.Constant) or text_of(value).startswith(("int(", "float(", "str(")) for value in values
+    ):
+        return True  # `setattr(model, "is_parallelizable", True)` is no layer
     # `model.initialize_vision_modules(args)`, `attach_head(model)`: layers that another file creates
     sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]
     for call, function in sites:
+        target = outline.call_target(call, function)
+        if target is not None and not _CREATES.search(ast.unparse(target.node)):
+            continue  # `add_position_ids(batch, model)` of this file
         owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         parts = [owner.partition(".")[0], *(key_of(a) for a in call.args), owner]
         if any(lineage.has(part, function) for part in parts):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.objects.values import Autocast, autocasts_of, constant
+from halfstep.check.script.objects.values import Autocast, autocasts_of, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -58,19 +58,38 @@ def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[s
 
 
 def regions_in_forward(outline: Outline, model: str, function: Function) -> list[Autocast]:
-    """The regions around the whole forward of a model of the file: a decorator, or the first statement of its body."""
+    """The regions of the forward of a model of the file: a decorator, or blocks that call its layers."""
     regions: list[Autocast] = []
-    for value in outline.values(model, function):
+    for value in outline.values(model, function) or attribute_values(outline, model, function):
         for name in created_classes(outline, value):
             forward = outline.classes[name].get("forward")
             if forward is None:
                 continue
             regions += _decorators(outline, forward)
-            body = [s for s in forward.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-            if body and isinstance(body[0], ast.With):
-                items = (item.context_expr for item in body[0].items)
-                regions += [a for item in items for a in autocasts_of(outline, item, forward)]
+            for block in _blocks(forward.body):
+                items = (item.context_expr for item in block.items)
+                entered = [a for item in items for a in autocasts_of(outline, item, forward)]
+                if entered and any(_calls_layer(node) for statement in block.body for node in ast.walk(statement)):
+                    regions += entered
     return regions
+
+
+def _blocks(body: Iterable[ast.AST]) -> Iterator[ast.With]:
+    """The `with` blocks of a forward through which gradients go: none in `no_grad` and in nested functions."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.With):
+            if any("no_grad" in text_of(i.context_expr) or "inference" in text_of(i.context_expr) for i in node.items):
+                continue
+            yield node
+        if isinstance(node, (ast.stmt, ast.ExceptHandler)):
+            yield from _blocks(ast.iter_child_nodes(node))
+
+
+def _calls_layer(node: ast.AST) -> bool:
+    """Whether a node calls a submodule or a method: `self.encoder(x)`, and does not detach the result."""
+    return isinstance(node, ast.Call) and key_of(node.func).startswith("self.")
 
 
 def _decorators(outline: Outline, function: Function) -> list[Autocast]:
@@ -128,7 +147,13 @@ def attribute_values(outline: Outline, key: str, function: Function) -> list[ast
 
 def created_classes(outline: Outline, value: ast.expr) -> set[str]:
     """The classes of the file with a forward that an expression creates, also inside DDP(...) or .to(device)."""
-    names = {part.func.id for part in ast.walk(value) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+    calls = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    for call in calls:  # `MODELS[args.arch](args)`: any class of the table
+        table = call.func.value if isinstance(call.func, ast.Subscript) else None
+        for entries in outline.bindings.get(key_of(table), ()) if isinstance(table, ast.Name) else ():
+            if isinstance(entries.value, ast.Dict):
+                names |= {key_of(entry) for entry in entries.value.values}
     return {name for name in names if name in outline.classes and _has_forward(outline, name)}
 
 

@@ -29,6 +29,7 @@ MODEL_NAME = re.compile(
 )
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
+_ENGINE_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
 _PRODUCT = re.compile(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 # These cast the output of a model that they wrap back to float32, or open regions of their own.
@@ -249,15 +250,25 @@ def _configured(outline: Outline, site: CallSite) -> str:
     """The format of an engine whose configuration is a dictionary of this file with `"bf16": {"enabled": True}`."""
     config = argument(site.call, None, "config") or argument(site.call, None, "config_params")
     values = outline.values(key_of(config), site.function) if config is not None and key_of(config) else [config]
-    table = values[0] if len(values) == 1 else None
+    if len(values) == 1 and isinstance(values[0], ast.Dict):
+        return _mode_of(values[0])
+    # A function creates it, or a file is read where there is one: the only configuration in this file.
+    tables = [n for n in ast.walk(outline.module.node) if isinstance(n, ast.Dict)]
+    tables = [t for t in tables if _ENGINE_KEYS & {str(constant(key)) for key in t.keys}]
+    return _mode_of(tables[0]) if len(tables) == 1 else ""
+
+
+def _mode_of(table: ast.Dict) -> str:
+    """The format of a DeepSpeed configuration, `"fp16": {"enabled": args.fp16}` included; "" if nothing turns one on."""
     modes = {}
-    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
+    for key, value in zip(table.keys, table.values, strict=True):
         name = str(constant(key)) if key is not None else "?"
         if name in {"torch_autocast", "amp", "?"}:
             return ""
         inner = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
-        modes[name] = any(k is not None and constant(k) == "enabled" and constant(v) is True for k, v in inner)
-    return next((fmt for name, fmt in _MODES.items() if modes.get(name)), "")
+        modes[name] = any(k is not None and constant(k) == "enabled" and constant(v) in {True, ...} for k, v in inner)
+    formats = {fmt for name, fmt in _MODES.items() if modes.get(name)}
+    return formats.pop() if len(formats) == 1 else ""
 
 
 def _arguments(call: ast.Call) -> Iterator[str]:

@@ -80,6 +80,9 @@ def _extended(outline: Outline, name: str, function: Function) -> Iterator[ast.e
                 and (method == "extend" or isinstance(call.args[0], ast.Dict))
             ):
                 yield call.args[0]
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and key_of(node.target) == name:
+            yield node.value
 
 
 def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:

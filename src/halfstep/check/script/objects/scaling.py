@@ -6,11 +6,12 @@ import ast
 import re
 
 from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import STEPS, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_out_of_reach", "is_owned"]
+__all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
 
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
@@ -62,6 +63,22 @@ def is_elsewhere(script: Script, trace: Trace) -> bool:
     names = (n for f in functions for n in ast.walk(f.node) if f.parent is not None)
     inside = any("scale" in _identifier(n).lower() for n in names)
     return not inside and all(f.parent is not None for f in functions)
+
+
+def is_forgotten(script: Script, trace: Trace, index: int) -> bool:
+    """Whether a scaler serves the other optimizers of the same iteration, but not the one that steps next."""
+    event = trace[index]
+    following = next(later(trace, index, *STEPS), None)
+    if following is None or trace[following].kind != "opt_step" or not trace[following].optimizer:
+        return False
+    if any(e.kind in {"unscale", "handed", "get_scale", "autograd_grad"} for e in trace):
+        return False
+    scaled = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
+    served = {e.optimizer.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+    mine = trace[following].optimizer.rsplit(".", 1)[-1]
+    # Both always run: another branch of a condition may be the one without mixed precision.
+    together = scaled and all(e.guards == event.guards and e.loops == event.loops for e in scaled)
+    return bool(together) and bool(served) and "" not in served and mine not in served
 
 
 def is_out_of_reach(script: Script, *events: Event) -> bool:

@@ -1,4 +1,4 @@
-"""The Trainers of transformers and TRL: the model each one updates, and the arguments that decide how."""
+"""The Trainers of transformers and TRL: the model each one updates, and the arguments that decide how; plugins of Accelerate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
-from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.expressions import arms_of, conditions_of
 from halfstep.check.script.objects.formats import keyword_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -20,6 +20,7 @@ __all__ = [
     "PARSES",
     "arguments_of",
     "has_plain_trainer",
+    "has_plugin",
     "is_sharded",
     "is_trainer",
     "losses_without_count",
@@ -34,6 +35,7 @@ _ARGUMENTS = re.compile(
 _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
 _ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
+_PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _SEVERAL = re.compile(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
 _TRAINER = re.compile(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
 # What tells the Trainer that it has to divide the loss, or divides it.
@@ -57,6 +59,14 @@ def has_plain_trainer(outline: Outline) -> bool:
     if any(_ENGINES.search(name) for name in (*outline.loads, *outline.bindings, *outline.strings)):
         return False
     return "train" in outline.calls and any(name.endswith("Trainer") for name in outline.calls)
+
+
+def has_plugin(outline: Outline) -> bool:
+    """Whether Accelerate trains float32 copies in every run: it gets a plugin, and no option leaves it out."""
+    sites = [site for name in _PLUGINS for site in outline.calls.get(name, ())]
+    if any(not any(is_true and _ENGINES.search(text) for text, is_true in conditions_of(outline, c)) for c, _ in sites):
+        return True
+    return not sites and bool(outline.names.table.keys() & _PLUGINS)
 
 
 def model_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.expr | None:

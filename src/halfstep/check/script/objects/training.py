@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
-from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
+from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, keeps_low, trains_part_of
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
 from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
@@ -22,6 +24,7 @@ from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
     has_plain_trainer,
+    has_plugin,
     is_sharded,
     is_trainer,
     model_of,
@@ -39,7 +42,7 @@ from halfstep.check.script.objects.weights import (
     trace_model,
 )
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = ["Trained", "Training"]
 
@@ -69,7 +72,6 @@ _ASIDE = re.compile(
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
-_PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _MAKES_OPTIMIZER = re.compile(
     r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
 )
@@ -127,7 +129,7 @@ class Training:
         plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]
         if sites and all(plain):
             names = [name for name in names if not name.startswith("AnyPrecision")]
-        if names or outline.calls.keys() & _PLUGINS or outline.names.table.keys() & _PLUGINS:
+        if names or has_plugin(outline):
             return True
         packages = [full for full in outline.names.table.values() if not full.startswith(_LOADS_DATA)]
         return any(full.partition(".")[0] in _OWNS_TRAINING for full in packages)
@@ -137,8 +139,8 @@ class Training:
         """16-bit weights that an optimizer without master weights updates."""
         if self.has_masters:
             return ()
-        ties = self._adapted_ties() if self.adapters == "yes" else self._optimizer_ties()
-        return tuple(self._unique(ties))
+        ties = self._adapted_ties() if self.adapters == "yes" else iter(())
+        return tuple(self._unique(chain(ties, self._optimizer_ties(in_full=self.adapters == "yes"))))
 
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
@@ -197,13 +199,15 @@ class Training:
                 reported.add(tie.cast.node)
                 yield tie
 
-    def _optimizer_ties(self) -> Iterator[Trained]:
+    def _optimizer_ties(self, *, in_full: bool) -> Iterator[Trained]:
+        """The ties of optimizers; with adapters only of models all of whose parameters a loop enables."""
         tied: set[ast.AST] = set()
         assumed = () if self.optimizers else self._factories
         for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
-                if not self._is_spared(lineage):
+                is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
+                if is_whole and not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
@@ -222,11 +226,12 @@ class Training:
 
     def owners(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """The models that the call which creates an optimizer receives."""
-        if not _MAKES_OPTIMIZER.search(_last_name(call.func)):
+        if not _MAKES_OPTIMIZER.search(last_name_of(call.func)):
             params = argument(call, 0, "params")
             yield from owners_of(self.outline, params, function) if params is not None else ()
             return
-        for value in (*call.args, *(k.value for k in call.keywords)):
+        receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # `model.configure_optimizers(lr)`
+        for value in (*receiver, *call.args, *(k.value for k in call.keywords)):
             if key_of(value):
                 yield from [(value, function)] if is_model_name(key_of(value)) else []
             else:
@@ -267,7 +272,7 @@ class Training:
         options = [func]
         key = key_of(func)
         if key:
-            options = [part for v in self.outline.values(key, function) for part in _arms(v)]
+            options = [part for v in self.outline.values(key, function) for part in arms_of(v)]
         return bool(options) and all(self.outline.names.full(option).startswith(_PLAIN) for option in options)
 
     def _is_spared(self, lineage: Lineage) -> bool:
@@ -287,7 +292,9 @@ class Training:
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
                     continue
+                target = outline.call_target(call, function)
                 changes = not _READS.search(name) and any(lineage.has(key, function) for key in keys)
+                changes = changes and (target is None or not keeps_low(lineage, target))
                 if changes and not lineage.is_frozen_by_option(call):
                     return True
         if trains_part_of(lineage, self._enabled_parts):
@@ -320,6 +327,8 @@ class Training:
             return False
         if self._ends_run(cast, by):
             return False
+        if cast.form != "cast" and cast.function is function and cast.node.lineno > by.lineno:
+            return False  # another model than the one whose parameters the optimizer has
         # A cast after the training loop is for saving or serving.
         last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last
@@ -383,14 +392,6 @@ class Training:
                         only = not without or without in conditions_of(self.outline, cast.node)
                         if only and self._reaches(cast, call, function, model):
                             yield Trained(cast, call, function, lineage, arguments)
-
-
-def _arms(node: ast.expr) -> list[ast.expr]:
-    return [*_arms(node.body), *_arms(node.orelse)] if isinstance(node, ast.IfExp) else [node]
-
-
-def _last_name(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
 def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:

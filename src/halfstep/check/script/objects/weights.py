@@ -18,16 +18,21 @@ from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import (
     AUTO,
+    SAME_MODEL,
     SIXTEEN_BIT,
+    VariableCast,
+    base_of,
+    cast_formats,
+    casts_in,
     formats_of,
     keyword_of,
     may_be_none,
     passed_for,
     returned_by,
 )
-from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
 
 __all__ = [
@@ -42,9 +47,6 @@ __all__ = [
     "trace_model",
 ]
 
-_SAME_MODEL = {
-    "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
-}  # fmt: skip
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
@@ -61,6 +63,7 @@ _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
 ADAPTER_FLAG = re.compile(rf"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 FREEZE_FLAG = re.compile(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 _OPTION = re.compile(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
+_REFERENCE = re.compile(r"teacher|ref|frozen|target|vae|tokeni|text_enc|reward|ema|old", re.IGNORECASE)  # not trained
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -88,15 +91,6 @@ class Cast:
     def is_certain(self) -> bool:
         """Whether the weights have 16 bits in every run."""
         return bool(self.formats) and self.formats <= SIXTEEN_BIT
-
-
-class VariableCast(NamedTuple):
-    """A cast of a variable, which may be a model or any tensor."""
-
-    call: ast.Call
-    function: Function
-    key: str
-    formats: frozenset[str]
 
 
 class Creation(NamedTuple):
@@ -206,7 +200,7 @@ def _flow_of_call(
             lineage.casts.append(Cast(call, function, key_of(base_of(call)) or name, formats, "cast"))
         assert isinstance(func, ast.Attribute)
         yield func.value, function, index, name
-    elif isinstance(func, ast.Attribute) and last in _SAME_MODEL and key_of(func) not in outline.names.table:
+    elif isinstance(func, ast.Attribute) and last in SAME_MODEL and key_of(func) not in outline.names.table:
         yield func.value, function, index, name
     elif last in _WRAPPERS and len(call.args) > (index or 0):
         if last == "deepcopy" and key_of(call.args[0]):
@@ -224,6 +218,7 @@ def _flow_of_call(
             yield from ((value, target, index, name) for value in returned_by(target))
         else:
             lineage.creations.append(Creation(call, function))
+            yield from _parts_of(outline, call, function, target)
             _add_constructor(lineage, call, function, name)
             _add_layers(lineage, call, function, target, name)
 
@@ -247,8 +242,43 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), binding.function, None, key
         elif _is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
+        elif parts := _passed_as(outline, owner, part, function):
+            yield from ((value, scope, None, key_of(value)) for value, scope in parts)
         else:
             yield from _whole(outline, owner, function)
+
+
+def _passed_as(outline: Outline, owner: str, part: str, function: Function) -> list[tuple[ast.expr, Function]]:
+    """What the constructor of a model receives under the name of a part: `lm` of `Model(encoder, lm)`, for `model.lm`."""
+    calls = [(b.value, b.function) for b in _bindings(outline, owner, function) if isinstance(b.value, ast.Call)]
+    return [
+        (value, scope)
+        for call, scope in calls
+        if isinstance(call, ast.Call) and last_name_of(call.func)[:1].isupper()
+        for name, value in (*((key_of(a), a) for a in call.args), *((k.arg, k.value) for k in call.keywords))
+        if name == part and key_of(value)
+    ]
+
+
+def _parts_of(
+    outline: Outline, call: ast.Call, function: Function, init: Function | None
+) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
+    """The models that a class of this file receives and keeps as its parts, `self.student = student`, other than frozen ones."""
+    if init is None or init.name != "__init__":
+        return
+    own = ast.unparse(init.node) + "\n"
+    text = " ".join(ast.unparse(m.node) for m in outline.classes.get(init.cls, {}).values())
+    for param in init.params[1:]:
+        is_kept = re.search(rf"\bself\.\w+ = {param}\n", own)
+        if (
+            not is_kept
+            or _REFERENCE.search(param)
+            or re.search(rf"\b{param}\.(requires_grad|eval\(|parameters\()", text)
+        ):
+            continue
+        value = argument(call, init.params.index(param) - 1, param)
+        if value is not None and key_of(value):
+            yield value, function, None, key_of(value)
 
 
 def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
@@ -298,6 +328,8 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         value = keyword_of(outline, call, function, option)
         if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
             continue
+        if not possible(conditions_of(outline, call), conditions_of(outline, value)):
+            continue  # `if args.qlora: options["quantization_config"] = ...`, and this load is in the other branch
         if asks_for_adapters(conditions_of(outline, call)):
             return  # `if args.qlora: model = load(quantization_config=...)`: the other branch loads its own
         # `if args.quantize: options["quantization_config"] = ...`, unless the dtype is set under the same condition
@@ -353,40 +385,6 @@ def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Fu
             if formats and formats <= SIXTEEN_BIT:
                 lineage.casts.append(Cast(layer, scope, name, formats, "constructor"))
                 return
-
-
-def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:
-    """The formats a call casts its receiver to: `.half()`, `.to(device, dtype)`; empty if it is no cast."""
-    func = call.func
-    if not isinstance(func, ast.Attribute):
-        return frozenset()
-    if func.attr in {"half", "bfloat16", "float"} and not call.args and not call.keywords:
-        return frozenset({{"half": "float16", "bfloat16": "bfloat16", "float": "float32"}[func.attr]})
-    options = [k.value for k in call.keywords if k.arg == "dtype"] or call.args
-    for value in options if func.attr in {"to", "type", "to_empty"} else ():
-        formats = formats_of(outline, value, function)
-        if formats & (SIXTEEN_BIT | {"float32"}):
-            return formats
-    return frozenset()
-
-
-def base_of(node: ast.expr) -> ast.expr:
-    """The model under a chain of casts and moves: `model` of `model.to(device).half()`."""
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr not in _SAME_MODEL | {"half", "bfloat16", "float", "type"}:
-            break
-        node = node.func.value
-    return node
-
-
-def casts_in(outline: Outline) -> Iterator[VariableCast]:
-    """Every call of a file that casts a variable in place."""
-    for name in ("half", "bfloat16", "to", "float", "type"):
-        for call, function in outline.calls.get(name, ()):
-            key = key_of(base_of(call))
-            formats = cast_formats(outline, call, function) if key else frozenset()
-            if formats:
-                yield VariableCast(call, function, key, formats)
 
 
 def is_adapter_branch(guard: Guard) -> bool:

@@ -130,9 +130,22 @@ class Outline:
         for binding in bindings[:MAX_BINDINGS]:
             value = binding.value
             if value is not None and binding.index is not None:
-                value = _element(value, binding.index)  # None: one of several results of a call
-            if value is not None:
+                yield from self._unpacked(value, binding.index, binding.function)
+            elif value is not None:
                 yield value, binding.function
+
+    def _unpacked(self, value: ast.expr, index: int, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+        """One of several values: of a tuple, or of the tuples that a function of this file always returns."""
+        element = _element(value, index)
+        if element is not None:
+            yield element, function
+            return
+        target = self._named(value.func, function) if isinstance(value, ast.Call) else None
+        if target is not None and target.name != "__init__":
+            returned = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return)]
+            elements = [_element(v, index) if v is not None else None for v in returned]
+            if None not in elements:
+                yield from ((element, target) for element in elements if element is not None)
 
     def passed(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """What the calls in this file pass for a parameter, each with the calling function."""

@@ -1,0 +1,260 @@
+"""HS139: precision options, parameters and dtypes that are chosen and never used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.precision_options import PRECISION_OPTION
+from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
+from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.outputs import in_no_grad
+from halfstep.check.script.objects.values import DTYPES, argument
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
+
+__all__ = ["RULES"]
+
+_STORED = re.compile(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
+_SCALE = re.compile(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
+_FORMAT = re.compile(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
+_AMP = re.compile(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
+_TRAINED = (
+    "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
+    "args = parser.parse_args()\nscaler = torch.amp.GradScaler('cuda'{flag})\nfor x, y in loader:\n    optimizer.zero_grad()\n"
+    "    with torch.autocast('cuda', dtype=torch.float16{flag}):\n        loss = loss_fn(model(x), y)\n"
+    "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+)
+_ARGPARSE = "https://docs.python.org/3/library/argparse.html"
+_DATACLASS = """\
+from dataclasses import dataclass
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+@dataclass
+class Options:
+    name: str = "gpt2"
+    torch_dtype: str = "bfloat16"
+
+options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
+Trainer(model, args=training, train_dataset=data).train()
+"""
+
+
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, use_amp=False):
+        self.model, self.optimizer = model, optimizer
+        self.use_amp = use_amp
+        self.scaler = torch.amp.GradScaler("cuda"{flag})
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16{flag}):
+            loss = loss_fn(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+
+
+_FABRIC = """\
+from lightning import Fabric
+
+def setup(config, precision=None):
+    precision = "bf16-mixed"{test}
+    return Fabric(devices=config.devices, precision=precision)
+"""
+
+
+class UnusedPrecisionOption(ScriptRule):
+    """A precision option is declared and never read."""
+
+    code = "HS139"
+    name = "precision-option-unused"
+    severity = "warning"
+    reason = (
+        "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
+        "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
+        "parameter that a function overwrites, and of a dtype that is chosen and not used."
+    )
+    bad = (
+        _TRAINED.format(flag=""),
+        _DATACLASS.format(dtype=""),
+        _TRAINER.format(flag=""),
+        _FABRIC.format(test=""),
+    )
+    good = (
+        _TRAINED.format(flag=", enabled=args.amp"),
+        _TRAINED.format(flag="") + "evaluate(model, args)\n",
+        _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
+        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
+        _TRAINER.format(flag=", enabled=self.use_amp"),
+        _FABRIC.format(test=" if precision is None else precision"),
+    )
+    references = (f"{_ARGPARSE}#the-namespace-object",)
+    words = ("HfArgumentParser", *(f"{mark}--{n}{mark}" for n in ("fp16", "bf16", "mixed_precision") for mark in "'\""))
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
+        yield from self._fields(script)
+        yield from self._stored(script)
+        yield from self._choices(script)
+        yield from self._overwritten(script)
+        yield from self._still_scaled(script)
+        trains = script.outline.calls.keys() & {"backward", "Accelerator", "Fabric"}
+        applies_apex = "apex.amp.initialize" in script.outline.library_calls
+        if not (script.autocasts or script.scalers or trains or applies_apex):
+            return
+        options = Options(script)
+        named = ((call, flag, name) for call, flag, name in options.declared)
+        precise = [o for o in named if PRECISION_OPTION.search(o[2].lower()) or _SCALE.search(o[2].lower())]
+        if not precise or not stays_here(options):
+            return
+        full = script.outline.names.full  # `torch.amp` reads no option
+        read = {n.attr for n in options.nodes if isinstance(n, ast.Attribute) and not full(n)}
+        read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        for call, flag, name in precise:
+            if name not in read and argument(call, None, "dest") is None:
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag}` is never read: the run is the same with and without it",
+                    instead=f"pass args.{name} on, or remove the option",
+                )
+
+    def _stored(self, script: Script) -> Iterator[Finding]:
+        """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
+        switches = [(s.node, s.function, s.enabled) for s in script.scalers]
+        if not switches:
+            return
+        outline, read = script.outline, _read_names(all_nodes(script.tree))
+        for key, bindings in outline.bindings.items():
+            name = key.removeprefix("self.")
+            if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
+                continue
+            binding = bindings[0]
+            function = binding.function
+            is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
+            own = [enabled for _, scope, enabled in switches if scope.cls == function.cls]
+            uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
+            if not is_passed or outline.bases.get(function.cls) or not own or set(own) != {"yes"} or len(uses) != 1:
+                continue
+            yield self.finding(
+                script.where(binding.node),
+                f"`{key}` is stored and never read in this file: the scaler is always enabled",
+                instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
+            )
+
+    def _choices(self, script: Script) -> Iterator[Finding]:
+        """Formats that an expression chooses for a variable which nothing reads, in a file that trains."""
+        if "backward" not in script.outline.calls or not script.has("opt_step", "scaler_step", "owned_step"):
+            return
+        named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
+        # By the text: the tree has what a table gives in the place of the variable.
+        words = Counter(re.findall(r"\w+", re.sub(r"#.*", "", script.source.text))) if named else Counter()
+        read = _read_names(all_nodes(script.tree)) if named else set()
+        for key in named:
+            name, bindings = key.removeprefix("self."), script.outline.bindings[key]
+            chosen = [b for b in bindings if b.value is not None and b.index is None and _chooses(script, b.value)]
+            if not chosen or len(chosen) != len(bindings) or name in read:
+                continue
+            first = chosen[0]
+            if name == key and words[name] > len(bindings):
+                continue
+            # Another file may read an attribute, unless this one uses the parameter in its place.
+            if name != key and not _used_instead(first.function.node, first.node):
+                continue
+            yield self.finding(
+                script.where(first.node),
+                f"`{key}` is assigned and never read: the format that it chooses is not the one of the run",
+                instead=f"use `{key}` for autocast or the model, or remove it",
+            )
+
+    def _overwritten(self, script: Script) -> Iterator[Finding]:
+        """Precision parameters that the first statement with their name overwrites."""
+        for function in script.outline.functions:
+            for name in function.params:
+                if not re.fullmatch(
+                    r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp", name
+                ):
+                    continue
+                first = next((s for s in function.body if _names(s, name)), None)
+                if not isinstance(first, ast.Assign) or len(first.targets) != 1 or _loads(first, name):
+                    continue
+                if isinstance(first.targets[0], ast.Name) and first.targets[0].id == name:
+                    yield self.finding(
+                        script.where(first),
+                        f"the parameter `{name}` of `{function.name}` is overwritten before it is read: what a caller passes has no effect",
+                        instead=f"assign only if `{name}` is None, or remove the parameter",
+                    )
+
+    def _still_scaled(self, script: Script) -> Iterator[Finding]:
+        """Scalers that are created enabled in the branch without mixed precision, where autocast is always on."""
+        regions = [a for a in script.autocasts if not in_no_grad(script, a.node)]
+        if not regions or any(a.enabled != "yes" for a in regions):
+            return
+        for scaler in script.scalers:
+            guards = conditions_of(script.outline, scaler.node) if scaler.enabled == "yes" else ()
+            off = next(
+                (g.text for g in guards if not g.is_true and all(map(_AMP.fullmatch, g.text.split(" and ")))), ""
+            )
+            inside = [g for a in regions for g in conditions_of(script.outline, a.node) if _AMP.fullmatch(g.text)]
+            if off and not inside:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"without `{off}` an enabled scaler is used all the same, and autocast is always on: the option does not switch mixed precision off",
+                    instead="pass enabled= to GradScaler and autocast, with the option",
+                )
+
+    def _fields(self, script: Script) -> Iterator[Finding]:
+        """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
+        if "HfArgumentParser" not in script.source.text:
+            return
+        nodes = all_nodes(script.tree)
+        read = _read_names(nodes)
+        for field in dataclass_fields(nodes):
+            name = field.target.id if isinstance(field.target, ast.Name) else ""
+            if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
+                yield self.finding(
+                    script.where(field),
+                    f"the option `--{name}` is never read: the run is the same with and without it",
+                    instead=f"pass {name} to from_pretrained, or remove the option",
+                )
+
+
+def _chooses(script: Script, value: ast.expr) -> bool:
+    """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`."""
+    if not isinstance(value, (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Call)):
+        return False
+    full = script.outline.names.full
+    return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
+
+
+def _used_instead(function: ast.AST, statement: ast.AST) -> bool:
+    """Whether a function uses, after `self.dtype = dtype or torch.bfloat16`, the parameter and not what was chosen."""
+    params = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)} & {"dtype", "precision", "torch_dtype"}
+    last = getattr(statement, "end_lineno", 0)
+    return any(isinstance(n, ast.Name) and n.id in params and n.lineno > last for n in ast.walk(function))
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
+
+
+def _loads(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
+
+
+def _read_names(nodes: Collection[ast.AST]) -> set[str]:
+    """The attributes that are read, and every string: `getattr(args, "amp")`."""
+    names = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+RULES: tuple[type[Rule], ...] = (UnusedPrecisionOption,)

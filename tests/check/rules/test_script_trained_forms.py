@@ -1,0 +1,193 @@
+"""HS151, HS160, HS161 and HS199: 16-bit weights in the forms that models are built, loaded and frozen."""
+
+import pytest
+
+from check_scripts import findings, reported
+
+LOOP = """\
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+{setup}
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)"
+LOAD = "AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)"
+WRAPPED = """\
+class Objective(torch.nn.Module):
+    def __init__(self, {part}, weight):
+        super().__init__()
+        self.{part} = {part}
+        self.weight = weight
+
+    def forward(self, x):
+        return self.{part}(x) * self.weight
+
+net = Net().to(torch.bfloat16)
+model = Objective(net, 0.5)
+"""
+FUNCTION = f"def prepare(net, names):\n    {{body}}\nmodel = {LOAD}\nprepare_trainable(model, names)\n{ADAMW}"
+
+
+def lines(setup, code):
+    return [f.line for f in findings(LOOP.format(setup=setup), code)]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        WRAPPED.format(part="student") + ADAMW,
+        f"lm = {LOAD}\nmodel = Speech(encoder, lm)\ngroups = [{{'params': model.head.parameters()}}]\n"
+        "groups += [{'params': model.lm.parameters()}]\noptimizer = torch.optim.AdamW(groups)",
+        f"model = {LOAD}\noptimizer = model.configure_optimizers(1e-5)",
+        f"def build():\n    net = {LOAD}\n    return net, 1\nmodel, _ = build()\n{ADAMW}",
+    ],
+    ids=["part", "constructor", "receiver", "unpacked"],
+)
+def test_the_model_is_followed_to_its_cast(setup):
+    """A part of a class, an argument of a constructor, the receiver of a factory and one of two results."""
+    assert len(lines(setup, "HS151")) == 1
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        WRAPPED.format(part="teacher") + ADAMW,
+        WRAPPED.format(part="student").replace("        return", "        self.student.eval()\n        return") + ADAMW,
+        f"{ADAMW}\nmodel = {LOAD}",
+    ],
+    ids=["teacher", "evaluated", "later"],
+)
+def test_what_the_optimizer_does_not_train(setup):
+    """A teacher, a part that the class puts into evaluation, and a model that is loaded after the optimizer was made."""
+    assert lines(setup, "HS151") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "is_reported"),
+    [
+        ("return sum(p.numel() for p in net.parameters() if p.requires_grad)", True),
+        ("for n, p in net.named_parameters():\n        p.requires_grad_(n in names)", True),
+        ("for n, p in net.named_parameters():\n        p.requires_grad = any(s in n for s in names)", True),
+        ("for n, p in net.named_parameters():\n        p.requires_grad = False", False),
+        ("for n, p in net.named_parameters():\n        p.data = p.data.float()", False),
+    ],
+    ids=["counts", "chooses", "chooses-attribute", "freezes", "restores"],
+)
+def test_a_function_of_the_file_is_judged_by_its_body(body, is_reported):
+    """One that counts or chooses parameters leaves those that are trained in 16 bits."""
+    setup = FUNCTION.format(body=body).replace("def prepare(", "def prepare_trainable(")
+    assert bool(lines(setup, "HS151")) is is_reported
+
+
+def test_the_load_without_quantization_trains_in_full():
+    """`options["quantization_config"]` is set in the other branch than this load."""
+    setup = (
+        "def load(bits):\n    options = {'dtype': torch.bfloat16}\n    if bits == 'quant4':\n"
+        "        options['quantization_config'] = BitsAndBytesConfig(load_in_4bit=True)\n"
+        "        model = AutoModelForCausalLM.from_pretrained(name, **options)\n    else:\n"
+        f"        model = AutoModelForCausalLM.from_pretrained(name, **options)\n    return model\nmodel = load(bits)\n{ADAMW}"
+    )
+    assert lines(setup, "HS151") == [9]
+
+
+def test_adapters_that_are_cast_by_an_option():
+    """`get_peft_model` comes first, so the cast lowers the adapters where the option asks for bfloat16."""
+    setup = (
+        "from peft import get_peft_model\nmodel = get_peft_model(base, config)\n"
+        f"model.to(dtype=torch.bfloat16 if low else torch.float32)\n{ADAMW}"
+    )
+    assert lines(setup, "HS151") == [5]
+
+
+def test_the_finding_is_where_the_dtype_is_chosen():
+    """A function that loads what it is asked for is not to blame."""
+    setup = (
+        "def load(name, dtype):\n    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)\n"
+        f"model = load(name, torch.bfloat16 if low else torch.float32)\n{ADAMW}"
+    )
+    assert lines(setup, "HS151") == [5]
+
+
+PLUGIN = """\
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from transformers import AutoModelForCausalLM
+plugin = None
+{condition}
+    plugin = DeepSpeedPlugin(hf_ds_config=args.deepspeed)
+accelerator = Accelerator(mixed_precision={precision}, deepspeed_plugin=plugin)
+dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ALIKE = '"bf16" if args.bf16 else "fp16" if args.fp16 else "no"'
+
+
+def test_a_plugin_that_an_option_leaves_out():
+    """Without the option Accelerate trains the weights as they are; the same options choose fp16 for both."""
+    text = PLUGIN.format(condition="if args.deepspeed:", precision=ALIKE)
+    assert {"HS151", "HS199"} <= reported(text)
+    always = PLUGIN.format(condition="if True:", precision=ALIKE)
+    assert not {"HS151", "HS199"} & reported(always)
+    assert "HS199" not in reported(PLUGIN.format(condition="if args.deepspeed:", precision="'bf16'"))
+
+
+DEFAULT = """\
+import torch
+{setup}
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda"{flag})
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "flag", "expected"),
+    [
+        ("torch.set_default_dtype(torch.float16)", "", [2]),
+        ("if args.half:\n    torch.set_default_dtype(torch.float16)", "", [3]),
+        ("torch.set_default_dtype(torch.bfloat16)", "", []),
+        ("torch.set_default_dtype(torch.float16)", ", enabled=False", []),
+    ],
+)
+def test_a_scaler_and_weights_created_in_float16(setup, flag, expected):
+    """The scaler raises on the gradients of weights that the default dtype made float16."""
+    assert [f.line for f in findings(DEFAULT.format(setup=setup, flag=flag), "HS160")] == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [("model.load_state_dict(state, assign=True)", [6]), ("model.load_state_dict(state)", [])],
+)
+def test_a_state_dict_that_replaces_the_weights(load, expected):
+    """`assign=True` gives the model the dtype of the state dict; without it the values are copied into float32."""
+    setup = (
+        "state = torch.load(path)\nmodel = Net()\nfor key, value in state.items():\n    state[key] = value.half()\n"
+        f"{load}\n{ADAMW}"
+    )
+    assert lines(setup, "HS161") == expected
+
+
+def test_the_finding_is_at_the_variable_that_the_caller_passes():
+    """The caller chooses the dtype on a line of its own."""
+    setup = (
+        "def load(name, dtype):\n    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)\n"
+        f"chosen = torch.bfloat16 if low else torch.float32\nmodel = load(name, chosen)\n{ADAMW}"
+    )
+    assert lines(setup, "HS151") == [5]
