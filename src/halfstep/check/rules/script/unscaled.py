@@ -10,6 +10,7 @@ from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import (
     TraceRule,
     allows_float16,
@@ -224,7 +225,9 @@ class Fp16WithoutScaler(TraceRule):
         if not all(compatible(opened, e) for e in scaled):
             return None
         others = [guard for guard in event.guards if guard not in opened.guards]
-        decisive = [g for g in others if (g.text, not g.is_true) in {x for e in scaled for x in e.guards}]
+        opposite = {x for e in scaled for x in e.guards}
+        joined = [g for g in others if " and " in g.text and not all(possible((g,), e.guards) for e in scaled)]
+        decisive = [g for g in others if g.opposite in opposite or g in joined]
         texts = [g.text for g in decisive]
         if any(text.endswith(".is_enabled()") for text in texts):
             texts += [s.enabled for e in scaled for s in scalers_at(script, e)]
