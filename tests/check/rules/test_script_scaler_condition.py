@@ -200,3 +200,27 @@ ANY = "torch.amp.GradScaler(device.type, enabled={})"
 def test_a_region_for_mps_with_a_scaler_for_cuda(scaler, branch, num):
     """A scaler for CUDA disables itself where there is none, and the float16 loss on MPS is not scaled."""
     assert len(findings(APPLE.format(scaler=scaler, branch=branch), "HS123")) == num
+
+
+CHOSEN = """\
+import torch
+from contextlib import nullcontext
+class Runner:
+    def __init__(self, args, device):
+        self.context = nullcontext() if {test} else torch.cuda.amp.autocast()
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+
+    def step(self, x):
+        with self.context:
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("test", "num"), [("device == 'cpu'", 1), ("not args.amp", 0)])
+def test_a_null_context_excuses_the_flag_that_chooses_it(test, num):
+    """Without the flag the scaler is disabled; the region is too only where the same flag decides it."""
+    assert len(findings(CHOSEN.format(test=test), "HS123")) == num

@@ -174,7 +174,7 @@ class Fp16WithoutScaler(TraceRule):
         if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
         opened = region_of_loss(script, trace, index)
-        if opened is None or any(map(is_amp, opened.guards)) or not is_always_float16(script, opened):
+        if opened is None or any(map(is_amp, opened.guards)) or not is_always_float16(script, opened, flag):
             return None
         if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
             return None  # `dtype == "float16"`, where the region shows that it is

@@ -40,11 +40,13 @@ def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) ->
     return one or _omitted_on_mps(script, scalers, opened)
 
 
-def is_always_float16(script: Script, opened: Event) -> bool:
-    """Whether a region is float16 in every run; a function that returns it may return a null context instead."""
+def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
+    """Whether a region is float16 with and without a flag: a function that returns it may test the flag for a null context."""
     regions, own = opened.regions[-1].autocasts, opened.function.node
     above = [n for a in regions for n in script.above(a.node) if isinstance(n, ast.FunctionDef) and n is not own]
-    if any("nullcontext" in ast.unparse(node) for node in above):
+    choices = [n for function in above for n in ast.walk(function) if isinstance(n, (ast.If, ast.IfExp))]
+    name = re.compile(rf"\b{re.escape(flag.strip('(').partition(' ')[0].rpartition('.')[2])}\b")
+    if any("nullcontext" in ast.unparse(n) and name.search(text_of(n.test)) for n in choices):
         return False
     return all(a.dtype == "float16" and is_on(a) for a in regions)
 
