@@ -207,6 +207,24 @@ def test_clipping_the_model_that_the_engine_has_is_the_same():
     assert check(text.replace("model.parameters()", "other.parameters()")) == []
 
 
+SMOKE = """\
+def smoke_test(loader):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in loader:
+        model(x).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+
+
+def test_a_function_with_its_own_model_clips_as_it_likes():
+    """A model of the same name that another function creates does not run in the engine."""
+    right = LOOP.format(config=FP16).replace("torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)", "pass")
+    assert check(right + SMOKE) == []
+    assert [f.code for f in check(right + SMOKE.replace("    model = Net()\n", ""))] == ["HS291"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

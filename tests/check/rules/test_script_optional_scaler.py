@@ -43,3 +43,40 @@ def test_a_scaler_that_always_exists_is_accepted():
     """A disabled scaler is not None."""
     create = 'scaler = torch.amp.GradScaler("cuda", enabled=args.amp)'
     assert "HS176" not in reported(LOOP.format(create=create, test="args.amp", step=ALWAYS))
+
+
+SPLIT = """\
+import torch
+
+class Trainer:
+    def __init__(self, config, device, vocab):
+        if vocab is not None and config.vocab != vocab:
+            raise ValueError(vocab)
+        self.scaler = torch.amp.GradScaler("cuda") if {condition} else None
+
+    def step(self, x, config):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x)
+        if self.scaler is not None:
+            self.scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        {test}
+        self.optimizer.zero_grad()
+"""
+STEP = "self.scaler.step(self.optimizer); self.scaler.update()"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "config.precision == 'fp16' and device.type == 'cuda'",
+        "config.amp and not config.bf16",
+        "not config.fp32",
+        "config.amp and (self.scaler or True)",
+    ],
+)
+@pytest.mark.parametrize(("test", "expected"), [(f"if self.scaler is not None: {STEP}", False), (STEP, True)])
+def test_a_test_of_the_scaler_implies_every_part_of_its_condition(condition, test, expected):
+    """`a and b` is tested by the scaler itself, and a setting that raises before is no setting without a scaler."""
+    assert ("HS176" in reported(SPLIT.format(condition=condition, test=test))) == expected

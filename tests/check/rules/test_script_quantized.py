@@ -144,3 +144,26 @@ PLAIN = "AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)"
 def test_a_configuration_that_no_model_gets(setup, load, count):
     """A local variable that nothing reads, next to a model that is loaded without it."""
     assert len(findings(UNUSED.format(setup=setup, load=load), "HS289")) == count
+
+
+MODEL_CONFIG = """\
+from trl import GRPOConfig, GRPOTrainer, ModelConfig
+config = ModelConfig(model_name_or_path="x", {option})
+trainer = GRPOTrainer(model={model}, args=GRPOConfig("out", bf16=True), reward_funcs=[reward])
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "model", "num"),
+    [
+        ("load_in_4bit=True", "config.model_name_or_path", 1),
+        ("load_in_8bit=True", "config.model_name_or_path", 1),
+        ("load_in_4bit=False", "config.model_name_or_path", 0),
+        ("load_in_4bit=True", "load(config)", 0),
+        ("load_in_4bit=True", "load(config.model_name_or_path, config.load_in_4bit)", 0),
+    ],
+)
+def test_a_model_config_of_which_only_the_name_is_read(option, model, num):
+    """TRL's trainers load a model by its name without quantization; the ModelConfig must be passed on or read."""
+    assert len(findings(MODEL_CONFIG.format(option=option, model=model), "HS289")) == num

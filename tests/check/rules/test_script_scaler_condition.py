@@ -149,3 +149,78 @@ def test_a_region_inside_the_forward_of_a_model_from_a_table(enabled):
 def test_a_region_without_float16_gradients_needs_no_scale(text):
     """bfloat16, a region without layers or gradients, and one that nothing in the file enables."""
     assert findings(text, "HS123") == []
+
+
+APPLE = """\
+import torch
+from contextlib import nullcontext
+class Runner:
+    def __init__(self, model, optimizer, device, amp):
+        self.model, self.optimizer, self.device, self.amp = model, optimizer, device, amp
+        self.scaler = {scaler}
+
+    def context(self):
+        if not self.amp:
+            return nullcontext()
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", dtype=torch.float16)
+        {branch}
+        return nullcontext()
+
+    def step(self, x, y):
+        with self.context():
+            loss = loss_fn(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+MPS = 'if self.device.type == "mps":\n            return torch.autocast({}, dtype=torch.{})'
+ANY = "torch.amp.GradScaler(device.type, enabled={})"
+
+
+@pytest.mark.parametrize(
+    ("scaler", "branch", "num"),
+    [
+        ('torch.amp.GradScaler("cuda", enabled=amp)', MPS.format("'mps'", "float16"), 1),
+        ("torch.cuda.amp.GradScaler()", MPS.format("self.device.type", "float16"), 1),
+        (ANY.format("amp and device.type == 'cuda'"), MPS.format("'mps'", "float16"), 1),
+        (
+            'torch.amp.GradScaler("cuda")',
+            MPS.format("self.device.type", "float16").replace("== ", "in ('xla', ").replace('mps":', 'mps"):'),
+            1,
+        ),
+        (ANY.format("amp"), MPS.format("'mps'", "float16"), 0),
+        ('torch.amp.GradScaler("cuda", enabled=amp)', MPS.format("'mps'", "bfloat16"), 0),
+        ('torch.amp.GradScaler("cuda", enabled=amp)', MPS.format("'mps'", "float16").replace("==", "!="), 1),
+        ('torch.amp.GradScaler("cuda")', MPS.format("self.device.type", "float16").replace("==", "!="), 0),
+        ('torch.amp.GradScaler("cuda", enabled=amp)', MPS.format("'cuda'", "float16"), 0),
+    ],
+)
+def test_a_region_for_mps_with_a_scaler_for_cuda(scaler, branch, num):
+    """A scaler for CUDA disables itself where there is none, and the float16 loss on MPS is not scaled."""
+    assert len(findings(APPLE.format(scaler=scaler, branch=branch), "HS123")) == num
+
+
+CHOSEN = """\
+import torch
+from contextlib import nullcontext
+class Runner:
+    def __init__(self, args, device):
+        self.context = nullcontext() if {test} else torch.cuda.amp.autocast()
+        self.scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+
+    def step(self, x):
+        with self.context:
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("test", "num"), [("device == 'cpu'", 1), ("not args.amp", 0)])
+def test_a_null_context_excuses_the_flag_that_chooses_it(test, num):
+    """Without the flag the scaler is disabled; the region is too only where the same flag decides it."""
+    assert len(findings(CHOSEN.format(test=test), "HS123")) == num

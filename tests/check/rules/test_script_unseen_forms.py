@@ -77,11 +77,78 @@ class Judge:
         out = self.model(ids).logits
         return self.ce(out{cast}.view(-1, 10), labels.view(-1))
 """
+DEVICES = """\
+import torch
+def context(device):
+    if device == "cuda":
+        return torch.cuda.amp.autocast()
+    return torch.amp.autocast({device}, dtype=torch.bfloat16)
+"""
+ACCUMULATED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps={steps})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x))
+        if {test}:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+ADAPTED = """\
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+base = AutoModelForCausalLM.from_pretrained("x", {options})
+{prepare}model = get_peft_model(base, config)
+for ids, labels in loader:
+    logits = model(ids).logits
+    torch.nn.functional.cross_entropy(logits.view(-1, n), labels.view(-1)).backward()
+    optimizer.step()
+"""
+LIBRARY = """\
+import torch
+from transformers import AutoModelForCausalLM
+def load_base(name):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    return model.cuda()
+def load_saved(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.{dtype})
+    return model.cuda()
+def train(model, optimizer, loader):
+    for ids, labels in loader:
+        logits = model(ids).logits
+        torch.nn.functional.cross_entropy(logits.view(-1, n), labels.view(-1)).backward()
+        optimizer.step()
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "code", "num"),
     [
+        (DEVICES.format(device="'mps'"), "HS190", 1),
+        (DEVICES.format(device="'cuda'"), "HS190", 0),
+        (DEVICES.format(device="device"), "HS190", 0),
+        (ACCUMULATED.format(steps="4", test="limit > 0"), "HS189", 1),
+        (ACCUMULATED.format(steps="args.steps", test="limit > 0"), "HS189", 1),
+        (ACCUMULATED.format(steps="1", test="limit > 0"), "HS189", 0),
+        (ACCUMULATED.format(steps="4", test="accelerator.sync_gradients"), "HS189", 0),
+        (ADAPTED.format(options="quantization_config=BitsAndBytesConfig(load_in_4bit=True)", prepare=""), "HS154", 1),
+        (ADAPTED.format(options="dtype=torch.bfloat16", prepare=""), "HS154", 1),
+        (ADAPTED.format(options="dtype=torch.float32", prepare=""), "HS154", 0),
+        (
+            ADAPTED.format(
+                options="quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+                prepare="base = prepare_model_for_kbit_training(base)\n",
+            ),
+            "HS154",
+            0,
+        ),
+        (LIBRARY.format(dtype="bfloat16"), "HS154", 1),
+        (LIBRARY.format(dtype="float32"), "HS154", 0),
+        (LIBRARY.format(dtype="bfloat16") + "train(build(), optimizer, loader)\n", "HS154", 0),
         (UNREAD, "HS139", 1),
         (UNREAD.replace("model(x)", "model(x, args.fp16)"), "HS139", 0),
         (QUERY.format(use="args = TrainingArguments('out', bf16=use_bf16)"), "HS269", 1),

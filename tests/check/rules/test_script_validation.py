@@ -251,3 +251,34 @@ def main():
 def test_pictures_metrics_and_made_up_inputs_are_no_validation(forward, lines):
     """A batch that is drawn, a metric that is called a model, and inputs that only show a shape need no autocast."""
     assert reported(LOOKED.format(forward=forward)) == lines
+
+
+FLOAT8 = """\
+import torch
+import transformer_engine.pytorch as te
+@torch.no_grad()
+def evaluate(model, loader, config):
+    model.eval()
+    for x in loader:
+        if config.use_fp8:
+            with te.{context}(enabled=True):
+                loss = model(x)
+        else:
+            loss = model(x)
+model = model.to(torch.bfloat16)
+for x in loader:
+    if config.use_fp8 and step > config.warmup:
+        with te.{context}(enabled=True):
+            loss = model(x)
+    else:
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+evaluate(model, val_loader, config)
+"""
+
+
+@pytest.mark.parametrize("context", ["fp8_autocast", "autocast"])
+def test_float8_products_are_not_torchs_autocast(context):
+    """Outside Transformer Engine's region a model computes in the format of its weights."""
+    assert reported(FLOAT8.format(context=context)) == []

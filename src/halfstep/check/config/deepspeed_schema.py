@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from halfstep.precision.deepspeed_keys import BLOCKS, REMOVED_KEYS
 
-__all__ = ["BLOCK_KEYS", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
+__all__ = ["ARGUMENTS", "BLOCK_KEYS", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
 
 _ZERO = (
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
@@ -72,3 +72,19 @@ TOP_NUMBERS: tuple[str, ...] = (
     "gradient_clipping",
     "gradient_predivide_factor",
 )
+# Arguments of the optimizers and schedules that DeepSpeed creates by name; they are read from `params` only.
+ARGUMENTS: dict[str, frozenset[str]] = {
+    "optimizer": frozenset({
+        "lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam", "amsgrad", "momentum",
+        "dampening", "nesterov", "alpha", "centered", "max_coeff", "min_coeff", "max_grad_norm", "freeze_step",
+        "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+        "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "fused", "foreach",
+    }),
+    "scheduler": frozenset({
+        "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "warmup_min_ratio", "cos_min_ratio",
+        "total_num_steps", "last_batch_iteration", "lr_range_test_min_lr", "lr_range_test_step_size",
+        "lr_range_test_step_rate", "lr_range_test_staircase", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate",
+        "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count",
+        "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate",
+    }),
+}  # fmt: skip

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
-from halfstep.check.config.deepspeed_schema import BLOCK_KEYS, PARENT_BLOCK, REMOVED, RENAMED
+from halfstep.check.config.deepspeed_schema import ARGUMENTS, BLOCK_KEYS, PARENT_BLOCK, REMOVED, RENAMED
 from halfstep.check.config.edits import remove, rename, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS, is_comment
 from halfstep.check.finding import Finding, Fix, Severity
 from halfstep.check.rule import Rule
 from halfstep.errors import nearest
-from halfstep.precision.deepspeed_keys import BLOCKS
 from halfstep.precision.node import Block, Entry, Scalar
 
 __all__ = ["RULES"]
@@ -137,7 +136,10 @@ class MisplacedKey(DeepSpeedRule):
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "weight_decay": 0.01}}',
         '{"zero_optimization": {"stage": 3}, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9}',
     )
-    good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}',)
+    good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}',
+        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "no_decay": ["bias"]}}',
+    )
     references = (_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
@@ -152,7 +154,8 @@ class MisplacedKey(DeepSpeedRule):
         for name in ("optimizer", "scheduler"):
             block = config.block(name)
             for entry in block.entries if block and "type" in block else ():
-                if entry.key not in BLOCKS["optimizer"]:
+                # Any other key may be one that the project reads itself; moved to `params` it would raise TypeError.
+                if entry.key in ARGUMENTS[name]:
                     message = f"DeepSpeed ignores `{name}.{entry.key}`; it reads arguments from `{name}.params` only."
                     yield self.finding(config.where(entry.key_span), message, instead=f"Move it to `{name}.params`.")
 

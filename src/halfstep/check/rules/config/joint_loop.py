@@ -58,9 +58,9 @@ class ClipsBehindEngine(JointRule):
         for node in use.nodes:
             if not isinstance(node, ast.Call) or not node.args:
                 continue
-            if not any(name and uses_name(node.args[0], name) for name in owners):
-                continue
             if use.engines is not None and use.engines.is_without(node):
+                continue
+            if not any(name and uses_name(node.args[0], name) and not _is_own(use, name, node) for name in owners):
                 continue
             if use.names.full(node.func).startswith("torch.nn.utils.clip_grad_"):
                 yield self.finding(
@@ -69,6 +69,15 @@ class ClipsBehindEngine(JointRule):
                     instead='Remove it and set `"gradient_clipping"` in the configuration.',
                     severity="advice" if undecided else None,
                 )
+
+
+def _is_own(use: Use, name: str, node: ast.AST) -> bool:
+    """Whether the function around a node assigns a variable itself and creates no engine: a model of its own."""
+    scope = use.engines.scope(node) if use.engines is not None else None
+    inner = set(ast.walk(scope)) if scope is not None else set()
+    assigned = [n for n in inner if isinstance(n, ast.Assign) and not uses_name(n.value, use.engine)]
+    targets = [t for n in assigned for t in n.targets]
+    return use.initialize is not None and use.initialize not in inner and name in map(key_of, targets)
 
 
 class ScalerWithEngine(JointRule):

@@ -319,9 +319,11 @@ class ClipEveryMicroBatch(TraceRule):
         func = event.node.func if isinstance(event.node, ast.Call) else None
         if func is None or measures_only(event.node):
             return None
-        if not isinstance(func, ast.Attribute):
-            return self._in_window(script, trace, index)
-        engine = engine_at(script, key_of(func.value), event.function) if event.kind == "owned_clip" else None
+        # torch's own function is wrong there too: the Accelerator is then the one of the context.
+        regions = [r.node.func for r in event.regions if isinstance(r.node, ast.Call)]
+        contexts = [f.value for f in regions if isinstance(f, ast.Attribute) and f.attr == "accumulate"]
+        owners = [func.value] if isinstance(func, ast.Attribute) and event.kind == "owned_clip" else contexts
+        engine = engine_at(script, key_of(owners[0]), event.function) if owners else None
         if engine is None or engine.library != ACCELERATE:
             return self._in_window(script, trace, index)
         if engine.plugin == "deepspeed":
@@ -343,14 +345,16 @@ class ClipEveryMicroBatch(TraceRule):
             window = f"the window at whose end `{trace[step].optimizer}` steps"
         effect = "raises in fp16 and clips incomplete sums otherwise"
         severity: Severity = "warning"
-        if engine.precision == "fp16":
+        if event.kind == "clip":
+            effect, severity = "clips incomplete sums", "advice" if condition else "warning"
+        elif engine.precision == "fp16":
             effect, severity = "raises RuntimeError on the second one", "warning" if condition else "error"
         elif engine.precision in {"bf16", "fp32"}:
             effect, severity = "clips incomplete sums", "advice" if condition else "warning"
         return self.finding(
             script.where(event.node),
             f"{condition}this clips on every micro-batch of {window}, which {effect}",
-            instead=f"call `{engine.key}.{func.attr}` only where the optimizer steps, or under `{engine.key}.sync_gradients`",
+            instead=f"clip only where the optimizer steps, or under `if {engine.key}.sync_gradients`",
             severity=severity,
         )
 

@@ -135,18 +135,26 @@ def _arms(value: ast.expr) -> list[ast.expr]:
 
 
 def _modern_branches(script: Script) -> set[tuple[str, ast.AST]]:
-    """The branches and functions that also use the new API: code that chooses by version."""
+    """The branches and functions that also use the new API for the same device: code that chooses by version."""
     return {
-        (name, around)
-        for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
-        for call, _ in script.outline.library_calls.get(f"torch.amp.{name}", ())
+        (old, around)
+        for old in _OLD
+        for call, _ in script.outline.library_calls.get(f"torch.amp.{old.rsplit('.', 1)[-1]}", ())
+        if _device_of(call) in {"", old.split(".")[1]}
         for around in _around(script, call)
     }
 
 
+def _device_of(call: ast.Call) -> str:
+    """The device that a call of the new API names; "" for the default, or a variable."""
+    values = [*call.args[:1], *(k.value for k in call.keywords if k.arg in {"device_type", "device"})]
+    names = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+    return names[0].partition(":")[0] if names else ""
+
+
 def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) -> bool:
     last = use.full.rsplit(".", 1)[-1]
-    if any((last, around) in modern for around in _around(script, use.name)):
+    if any((use.full, around) in modern for around in _around(script, use.name)):
         return True
     # `try: return amp.GradScaler("cuda") / except Exception: return torch.cuda.amp.GradScaler()`, wherever amp comes from
     tries = [around for around in _around(script, use.name) if isinstance(around, ast.Try)]

@@ -10,6 +10,7 @@ from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import (
     TraceRule,
     allows_float16,
@@ -21,7 +22,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.origin import comes_from_call, region_of_loss, regions_in_model
-from halfstep.check.script.flow.scaler_condition import omitted_float16
+from halfstep.check.script.flow.scaler_condition import is_always_float16, omitted_float16
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
 from halfstep.check.script.objects.modules import is_on, is_on_by_default
@@ -173,7 +174,7 @@ class Fp16WithoutScaler(TraceRule):
         if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
         opened = region_of_loss(script, trace, index)
-        if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
+        if opened is None or any(map(is_amp, opened.guards)) or not is_always_float16(script, opened, flag):
             return None
         if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
             return None  # `dtype == "float16"`, where the region shows that it is
@@ -191,12 +192,12 @@ class Fp16WithoutScaler(TraceRule):
         """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
         event = trace[index]
         scalers = scalers_at(script, event)
-        opened = region_of_loss(script, trace, index) if len(scalers) == 1 else None
-        case = omitted_float16(script, scalers[0], opened) if opened is not None else None
+        opened = region_of_loss(script, trace, index) if scalers else None
+        case = omitted_float16(script, scalers, opened) if opened is not None else None
         if opened is None or case is None:
             return None
         return self.finding(
-            script.where(scalers[0].node),
+            script.where(case.node),
             f"{case.when} the loss under float16 autocast ({script.at(opened.node)}) is not scaled: gradients below 6e-8 become zero",
             instead=case.instead,
             severity="warning",
@@ -224,7 +225,9 @@ class Fp16WithoutScaler(TraceRule):
         if not all(compatible(opened, e) for e in scaled):
             return None
         others = [guard for guard in event.guards if guard not in opened.guards]
-        decisive = [g for g in others if (g.text, not g.is_true) in {x for e in scaled for x in e.guards}]
+        opposite = {x for e in scaled for x in e.guards}
+        joined = [g for g in others if " and " in g.text and not all(possible((g,), e.guards) for e in scaled)]
+        decisive = [g for g in others if g.opposite in opposite or g in joined]
         texts = [g.text for g in decisive]
         if any(text.endswith(".is_enabled()") for text in texts):
             texts += [s.enabled for e in scaled for s in scalers_at(script, e)]
@@ -347,12 +350,8 @@ def _is_chosen_elsewhere(script: Script, opened: Event) -> bool:
 
 def _is_chosen(script: Script, region: Autocast) -> bool:
     """Whether a condition on a number format decides if a region is created."""
-    tests = [text_of(n.test) for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp)]
-    return any(_FORMAT.search(test) for test in tests)
-
-
-def _is_always_float16(opened: Event) -> bool:
-    return all(a.dtype == "float16" and is_on(a) for a in opened.regions[-1].autocasts)
+    tests = (n.test for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp))
+    return any(_FORMAT.search(text_of(test)) for test in tests)
 
 
 def _is_wider(region: str, scaler: str) -> bool:

@@ -298,10 +298,10 @@ class QuantizationNotPassed(ScriptRule):
                     f"load_in_4bit=False switches the quantization off, and `{set_in_vain[0]}` has no effect",
                     instead="load_in_4bit=True, or no quantization_config",
                 )
+        yield from self._only_named(script) if not hidden else ()
         for call, function in quantizations(script) if loads and not hidden else ():
-            statement = outline.parents.get(call)
-            target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-            if not isinstance(target, ast.Name) or _is_read(target.id, function):
+            target = _assigned(outline, call)
+            if target is None or _is_read(target.id, function):
                 continue
             if any(site.function is function for site in loads):
                 switched = any(k.arg in _SWITCHES for site in loads for k in site.call.keywords)
@@ -311,6 +311,32 @@ class QuantizationNotPassed(ScriptRule):
                     f"`{target.id}` is never used: the model is loaded {effect}",
                     instead=f"pass quantization_config={target.id} to from_pretrained, or remove it",
                 )
+
+    def _only_named(self, script: Script) -> Iterator[Finding]:
+        """TRL's ModelConfig with quantization, of which the script reads other settings alone, such as the name."""
+        outline = script.outline
+        if not any(name.endswith("Trainer") for name in outline.calls):
+            return
+        for call, _ in outline.library_calls.get("trl.ModelConfig", ()):
+            switch = next((k for k in call.keywords if k.arg in _SWITCHES and constant(k.value) is True), None)
+            target = _assigned(outline, call)
+            if switch is None or target is None:
+                continue
+            reads = [n for n in ast.walk(outline.module.node) if isinstance(n, ast.Name) and n.id == target.id]
+            uses = [outline.parents.get(n) for n in reads if isinstance(n.ctx, ast.Load)]
+            if all(isinstance(use, ast.Attribute) and use.attr not in _SWITCHES for use in uses):
+                yield self.finding(
+                    script.where(switch.value),
+                    f"nothing reads `{switch.arg}` of `{target.id}`: the model is loaded without quantization",
+                    instead=f"load the model with quantization_config=get_quantization_config({target.id})",
+                )
+
+
+def _assigned(outline: Outline, call: ast.Call) -> ast.Name | None:
+    """The one variable that a call is assigned to."""
+    statement = outline.parents.get(call)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    return target if isinstance(target, ast.Name) else None
 
 
 def _is_read(name: str, function: Function) -> bool:

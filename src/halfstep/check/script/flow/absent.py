@@ -54,7 +54,16 @@ def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:
     """The conditions in the function that creates a scaler, or in its caller, with the names of the caller."""
     own = len(made.local.guards)
     inner = made.guards[len(made.guards) - own :] if own else ()
-    return (inner if not depth else made.guards) or _tests_before(script, made)
+    guards = inner if not depth else made.guards
+    ended = _raising(script, made.function) if guards else frozenset()
+    return tuple(g for g in guards if g not in ended) or _tests_before(script, made)
+
+
+def _raising(script: Script, function: Function) -> frozenset[Guard]:
+    """The conditions without which a function raises: a run without them has no scaler, nor anything else."""
+    tests = [n for n in ast.walk(function.node) if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Raise)]
+    conditions = Conditions(script.outline, function)
+    return frozenset(guard for node in tests for guard in conditions.guards(node.test, is_true=False))
 
 
 def _tests_before(script: Script, made: Event) -> tuple[Guard, ...]:

@@ -35,6 +35,7 @@ class Conditions:
     def __init__(self, outline: Outline, function: Function) -> None:
         self.outline = outline
         self.function = function
+        self._followed: set[str] = set()  # variables whose condition is being read; one may depend on itself
 
     def guards(self, test: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
         """The guards that follow from `test` being true (or false)."""
@@ -50,6 +51,13 @@ class Conditions:
             return self._comparison(test.left, test.ops[0], test.comparators[0], is_true=is_true) or (
                 Guard(text_of(test), is_true),
             )
+        created = self._created_if(test)
+        if created is not None:
+            key = key_of(test)
+            self._followed.add(key)
+            guards = self.guards(created, is_true=is_true)
+            self._followed.discard(key)
+            return guards
         return (Guard(self._flag(test), is_true),)
 
     def decided(self, test: ast.expr) -> bool | None:
@@ -109,7 +117,7 @@ class Conditions:
         return ()
 
     def _flag(self, test: ast.expr) -> str:
-        """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""
+        """A condition's text; a variable that copies another or counts a window is replaced."""
         key = key_of(test)
         if not key:
             return (self.window(test) if isinstance(test, ast.Call) else "") or text_of(test)
@@ -118,9 +126,16 @@ class Conditions:
             value = bindings[0].value
             if key_of(value):
                 return key_of(value)
-            if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
-                return text_of(value.test)
         return self.window(test) or key
+
+    def _created_if(self, test: ast.expr) -> ast.expr | None:
+        """The condition under which a variable is not None: `amp` for `scaler = GradScaler() if amp else None`."""
+        key = key_of(test)
+        bindings = self.outline.lookup(key, self.function) if key and key not in self._followed else ()
+        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        if not isinstance(value, ast.IfExp) or not isinstance(value.orelse, ast.Constant):
+            return None
+        return value.test if value.orelse.value is None else None
 
     def window(self, node: ast.expr) -> str:
         """The condition `(i + 1) % n == 0` of an expression or of a variable that counts a window; "" for any other."""

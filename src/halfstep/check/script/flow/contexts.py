@@ -16,6 +16,9 @@ __all__ = ["Contexts"]
 
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
 _AUTOCAST = re.compile(r"autocast(_(context|ctx|manager))?$")  # of a framework or another file
+_FLOAT8 = re.compile(
+    r"(^|[._])(fp8|float8|mxfp8|fp4|nvfp4)_"
+)  # `fp8_autocast` changes matrix products, not torch's autocast
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 _SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
 
@@ -62,7 +65,8 @@ class Contexts:
             return Region("no_grad" if off else "other", node, (), guards, num_loops)
         if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
             return Region("scaled_loss", node, (), guards, num_loops)
-        if _AUTOCAST.search(key_of(func)):
+        is_float8 = bool(_FLOAT8.search(key_of(func))) or full.startswith("transformer_engine.")
+        if _AUTOCAST.search(key_of(func)) and not is_float8:
             return Region("owned", node, (), guards, num_loops)
         return Region("other", node, (), guards, num_loops)
 

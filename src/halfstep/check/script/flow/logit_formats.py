@@ -14,7 +14,7 @@ from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, cast_formats, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
 
 __all__ = ["logit_formats"]
@@ -111,7 +111,23 @@ def _output_formats(script: Script, node: ast.expr, function: Function, line: in
     passed = list(passed_for(outline, model, function)) if model in function.params else []
     if passed:  # each caller has its own model: the policy or the reference
         return _merged([_loaded_formats(script, value, caller) for value, caller in passed])
-    return _loaded_formats(script, node.func, function)
+    return _loaded_formats(script, node.func, function) or _formats_elsewhere(script, model, function)
+
+
+def _formats_elsewhere(script: Script, model: str, function: Function) -> frozenset[str]:
+    """The format of a model that another file passes, where each function here that loads one of that name uses 16 bits."""
+    if model not in function.params or _has_callers(script.outline, function):
+        return _NOTHING
+    others = list(
+        dict.fromkeys(b.function for b in script.outline.bindings.get(model, ()) if b.function is not function)
+    )
+    loaded = [_loaded_formats(script, ast.Name(model, ast.Load()), other) for other in others[:MAX_STEPS]]
+    is_low = bool(loaded) and all(formats and formats <= SIXTEEN_BIT for formats in loaded)
+    return _NOTHING.union(*loaded) | {UNKNOWN} if is_low else _NOTHING
+
+
+def _has_callers(outline: Outline, function: Function) -> bool:
+    return any(outline.call_target(call, caller) is function for call, caller in outline.calls.get(function.name, ()))
 
 
 def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
@@ -131,10 +147,15 @@ def _head_formats(script: Script, model: ast.expr, function: Function) -> frozen
     return _loaded_formats(script, model, function)
 
 
-def _loaded_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+def _loaded_formats(script: Script, model: ast.expr, function: Function, *, is_adapted: bool = False) -> frozenset[str]:
     """The dtype of a model that transformers loads, if the text decides it."""
     outline = script.outline
     lineage = script.training.model(model, function)
+    wrapped = [c for c in lineage.creations if last_name_of(c.node.func) == "get_peft_model" and c.node.args]
+    if wrapped and not is_adapted and not lineage.casts and wrapped == lineage.creations:
+        # The adapters are float32, and the head stays as the model was loaded.
+        bases = [_loaded_formats(script, c.node.args[0], c.function, is_adapted=True) for c in wrapped]
+        return _merged(bases)
     # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
     loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
     casts = [c for c in lineage.casts if c.form == "cast"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Omission", "omitted_float16"]
+__all__ = ["Omission", "is_always_float16", "omitted_float16"]
 
 _FLOAT16 = re.compile(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = re.compile(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
@@ -28,12 +29,30 @@ Test = tuple[ast.expr, bool]  # an expression and the value it has where the sca
 class Omission:
     """A case of float16 in which a scaler is disabled."""
 
+    node: ast.AST  # what is to be changed: the scaler, or the region
     when: str
     instead: str
 
 
-def omitted_float16(script: Script, scaler: Scaler, opened: Event) -> Omission | None:
+def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
     """The case in which a region computes in float16 and its scaler is disabled; None if the text shows none."""
+    one = _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
+    return one or _omitted_on_mps(script, scalers, opened)
+
+
+def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
+    """Whether a region is float16 with and without a flag: a function that returns it may test the flag for a null context."""
+    regions, own = opened.regions[-1].autocasts, opened.function.node
+    above = [n for a in regions for n in script.above(a.node) if isinstance(n, ast.FunctionDef) and n is not own]
+    choices = [n for function in above for n in ast.walk(function) if isinstance(n, (ast.If, ast.IfExp))]
+    name = re.compile(rf"\b{re.escape(flag.strip('(').partition(' ')[0].rpartition('.')[2])}\b")
+    if any("nullcontext" in ast.unparse(n) and name.search(text_of(n.test)) for n in choices):
+        return False
+    return all(a.dtype == "float16" and is_on(a) for a in regions)
+
+
+def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | None:
+    """The case that the condition of a scaler excludes."""
     tests = list(_tests(script, scaler))
     regions = opened.regions[-1].autocasts
     if not tests or not regions or not all("float16" in a.dtypes for a in regions):
@@ -42,17 +61,83 @@ def omitted_float16(script: Script, scaler: Scaler, opened: Event) -> Omission |
         fmt = _format_of(test, is_true=is_true)
         if fmt in {"bfloat16", "not float16"} and not _shares(test, regions, opened):
             formats = "bfloat16" if fmt == "bfloat16" else "every format but float16"
-            return Omission(f"the scaler is enabled for {formats} (`{text_of(test)}`), so", "reverse the condition")
+            when = f"the scaler is enabled for {formats} (`{text_of(test)}`), so"
+            return Omission(scaler.node, when, "reverse the condition")
     is_for_float16 = any(_format_of(test, is_true=is_true) == "float16" for test, is_true in tests)
     devices = [test for test, is_true in tests if is_true and _is_cuda(test)]
     if is_for_float16 and devices and all(_is_on_other_devices(script, a) for a in regions):
         if any(_DEVICE.search(text) for text, _ in opened.guards):
             return None
         return Omission(
+            scaler.node,
             f"on devices other than CUDA, such as MPS, the scaler is disabled (`{text_of(devices[0])}`), and with float16",
             "torch.amp.GradScaler(device.type, enabled=...) for every device, or bfloat16 on the others",
         )
     return None
+
+
+def _omitted_on_mps(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
+    """A region that the script opens in float16 on MPS, where all of its scalers are for CUDA.
+
+    `GradScaler("cuda")` disables itself where there is no CUDA, so it needs no condition to be without effect.
+    """
+    if not scalers or any(_DEVICE.search(text) for text, _ in opened.guards):
+        return None
+    if not all(_is_for_cuda(script, scaler) for scaler in scalers):
+        return None
+    for region in opened.regions[-1].autocasts:
+        is_float16 = region.dtype == "float16" or ("float16" in region.dtypes and not _is_written_for_cuda(script))
+        if is_float16 and region.enabled != "no" and _is_for_mps(script, region):
+            return Omission(
+                region.node,
+                f"on MPS this region computes in float16, and the scaler ({script.at(scalers[0].node)}) works on CUDA only, so",
+                "torch.amp.GradScaler(device.type, enabled=...), or dtype=torch.bfloat16",
+            )
+    return None
+
+
+def _is_for_cuda(script: Script, scaler: Scaler) -> bool:
+    """Whether a scaler does nothing without CUDA: its device is CUDA, or its condition asks for it."""
+    device = argument(scaler.node, 0, "device") if scaler.api == "torch.amp.GradScaler" else None
+    if device is None or constant(device) == "cuda":
+        return scaler.api.startswith("torch.")
+    return any(is_true and _is_cuda(test) for test, is_true in _tests(script, scaler))
+
+
+def _is_for_mps(script: Script, region: Autocast) -> bool:
+    """Whether a region names MPS as its device, or is for the device of a branch that does."""
+    if region.device == "mps":
+        return True
+    device = argument(region.node, 0, "device_type")
+    if "cuda.amp" in region.api or device is None or isinstance(device, ast.Constant):
+        return False
+    node: ast.AST = region.node
+    for parent in script.above(region.node):
+        if isinstance(parent, (ast.If, ast.IfExp)):
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            if any(node is part for part in body) and _names_mps(parent.test):
+                return True
+        node = parent
+    return False
+
+
+def _names_mps(test: ast.expr) -> bool:
+    """Whether a test is true on MPS: `device.type == "mps"`, `device.type in ("cuda", "mps")`, also as a part of `and`."""
+    parts = test.values if isinstance(test, ast.BoolOp) else [test]
+    compared = [part for part in parts if isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.Eq, ast.In))]
+    return any(isinstance(node, ast.Constant) and node.value == "mps" for part in compared for node in ast.walk(part))
+
+
+def _is_written_for_cuda(script: Script) -> bool:
+    """Whether float16 is chosen where the device is CUDA, and may be another format elsewhere."""
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Attribute) or text_of(node) not in _WRITTEN:
+            continue
+        parents = list(script.above(node))
+        tests = [text_of(n.test) for n in parents if isinstance(n, (ast.If, ast.IfExp))]
+        if not isinstance(parents[0], ast.Compare) and any(_CUDA.search(t) and "mps" not in t for t in tests):
+            return True
+    return False
 
 
 def _tests(script: Script, scaler: Scaler) -> Iterator[Test]:
