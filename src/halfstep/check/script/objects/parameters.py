@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -80,7 +81,7 @@ def _extended(outline: Outline, name: str, function: Function) -> Iterator[ast.e
                 and (method == "extend" or isinstance(call.args[0], ast.Dict))
             ):
                 yield call.args[0]
-    for node in ast.walk(function.node):
+    for node in statements_in(function.node):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and key_of(node.target) == name:
             yield node.value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
-__all__ = ["all_children_of", "all_nodes", "all_statements", "blocks_of", "children_of", "parts_of"]
+__all__ = ["all_children_of", "all_nodes", "all_statements", "blocks_of", "children_of", "parts_of", "statements_in"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
 _NO_NODES = {
@@ -65,11 +65,16 @@ def parts_of(node: ast.AST) -> list[list[ast.AST]]:
 @lru_cache(maxsize=1)
 def all_statements(tree: ast.AST) -> tuple[ast.AST, ...]:
     """The statements of a script, outer ones first; a tenth of its nodes. Handlers and cases are among them."""
-    statements = [tree]
-    for node in statements:  # grows
-        for part in parts_of(node):
+    return tuple(statements_in(tree))
+
+
+def statements_in(node: ast.AST) -> list[ast.AST]:
+    """A node and the statements in it, outer ones first."""
+    statements = [node]
+    for inner in statements:  # grows
+        for part in parts_of(inner):
             statements += part
-    return tuple(statements)
+    return statements
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import lru_cache
 
 from halfstep.check.script.syntax.scope import Function, default_of
 
@@ -19,6 +20,17 @@ __all__ = ["outcome"]
 
 Known = dict[str, object]
 _OPEN = object()  # the text does not decide it
+_SIMPLE = (
+    ast.Assign,
+    ast.AugAssign,
+    ast.AnnAssign,
+    ast.Expr,
+    ast.Pass,
+    ast.Assert,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Delete,
+)
 _CASES: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
 
 
@@ -27,11 +39,21 @@ def outcome(call: ast.Call, function: Function) -> ast.expr | None:
     if isinstance(function.node, ast.AsyncFunctionDef) or any(k.arg is None for k in call.keywords):
         return None
     known = _arguments(call, function)
-    stored = {n.id for n in ast.walk(function.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    if any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(function.node)):
+    if not isinstance(_run(function.body, known), ast.expr):  # the parameters that it assigns can only leave more open
+        return None
+    stored, is_generator = _written_in(function)
+    if is_generator:
         return None
     result = _run(function.body, {name: value for name, value in known.items() if name not in stored})
     return result if isinstance(result, ast.expr) else None
+
+
+@lru_cache(maxsize=64)  # a function that settings come from is called in several places
+def _written_in(function: Function) -> tuple[frozenset[str], bool]:
+    """The names that a function assigns, and whether it is a generator."""
+    nodes = list(ast.walk(function.node))
+    stored = frozenset(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return stored, any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in nodes)
 
 
 def _arguments(call: ast.Call, function: Function) -> Known:
@@ -90,6 +112,8 @@ def _matched(statement: ast.Match, known: Known) -> object:
 
 
 def _leaves(statement: ast.stmt) -> bool:
+    if isinstance(statement, _SIMPLE):
+        return False
     return any(isinstance(n, (ast.Return, ast.Raise)) for n in ast.walk(statement))
 
 
