@@ -86,7 +86,7 @@ def start_workers(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
     """
     if compile and any(p.is_cuda for p in model.parameters()):
         workers = importlib.import_module("torch._inductor.async_compile").AsyncCompile
-        workers.wakeup()
+        getattr(workers, "wakeup", lambda: None)()  # not public: without it, torch starts them later
 
 
 def compile_model(

@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from halfstep.engine.region.rule import Rule, cast_once, current_rule, record_16
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["KEYS", "recognise_tables"]
+
+Block = Callable[[], contextlib.AbstractContextManager[Any]]
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
@@ -76,17 +79,17 @@ def _identity(tensor: Tensor) -> int:
 
 def _install(key: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
+    below = partial(torch._C._ExcludeDispatchKeyGuard, autocast)  # noqa: SLF001 - how an autocast kernel redispatches
     with warnings.catch_warnings():  # torch warns where a kernel is replaced
         warnings.simplefilter("ignore", UserWarning)
         for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor):
-            library.impl(operation, _kernel(operation, key), key)  # type: ignore[no-untyped-call]
-        library.impl(torch.ops.aten.cat.default, _concatenation(key), key)  # type: ignore[no-untyped-call]
+            library.impl(operation, _kernel(operation, below), key)  # type: ignore[no-untyped-call]
+        library.impl(torch.ops.aten.cat.default, _concatenation(below), key)  # type: ignore[no-untyped-call]
     return library
 
 
-def _kernel(operation: Any, key: str) -> Callable[..., Any]:
-    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
-    exclude = torch._C._ExcludeDispatchKeyGuard  # noqa: SLF001 - how an autocast kernel redispatches
+def _kernel(operation: Any, below: Block) -> Callable[..., Any]:
     base = operation.overloadpacket.__name__
     call, name = getattr(torch, base), f"{base} with an fp32 buffer"
 
@@ -98,15 +101,13 @@ def _kernel(operation: Any, key: str) -> Callable[..., Any]:
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
-        with exclude(autocast):
+        with below():
             return call(a, b, **kwargs)
 
     return kernel
 
 
-def _concatenation(key: str) -> Callable[..., Any]:
-    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
-    exclude = torch._C._ExcludeDispatchKeyGuard  # noqa: SLF001 - how an autocast kernel redispatches
+def _concatenation(below: Block) -> Callable[..., Any]:
 
     def kernel(tensors: Any, dim: int = 0) -> Any:
         narrow = {t.dtype for t in tensors if t.dtype is not torch.float32}
@@ -115,7 +116,7 @@ def _concatenation(key: str) -> Callable[..., Any]:
             if dtype in DTYPES_16_BIT and any(_is_buffer(t) for t in tensors):
                 record_16_bits("cat with an fp32 buffer")
                 tensors = [_rounded(t, dtype) if _is_buffer(t) else t for t in tensors]
-        with exclude(autocast):
+        with below():
             return torch.cat(tensors, dim)  # of several dtypes, the widest, as autocast has it
 
     return kernel

@@ -25,7 +25,7 @@ from halfstep.backends.base import Backend
 from halfstep.engine.buffers import BufferGuard, SavedBuffers
 from halfstep.engine.replay.dtype_errors import dtype_errors_named
 from halfstep.engine.replay.edits import BufferEdits
-from halfstep.engine.replay.host_states import NumpyState, PythonState
+from halfstep.engine.replay.numpy_state import NumpyState
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.events import log_once
@@ -34,7 +34,7 @@ from halfstep.scaling.scaler import Scaler
 __all__ = ["Generators", "MicroBatch", "Replays"]
 
 _MOST_STEPS = 4  # whose outcome has not arrived; more are on their way only if nobody asks for them
-_PYTHON, _NUMPY = PythonState(), NumpyState()  # of the global generators: augmentations and jobs draw from them
+_NUMPY = NumpyState()  # of the global generator: augmentations and jobs draw from it
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Generators:
     def now(cls, device: torch.device) -> Generators:
         """The state as it is; does not wait for the device."""
         of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(device, _PYTHON.now(), _NUMPY.now(), torch.get_rng_state(), of_device)
+        return cls(device, random.getstate(), _NUMPY.now(), torch.get_rng_state(), of_device)
 
     def restore(self) -> None:
         """Put every generator back into this state."""
