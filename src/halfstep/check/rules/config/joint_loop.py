@@ -155,8 +155,8 @@ def _scaled_before(use: Use, loss: ast.Name) -> ast.expr:
     assigned = [n for n in use.nodes if isinstance(n, ast.Assign) and key_of(n.targets[0]) == loss.id]
     before = max((n for n in assigned if n.lineno < loss.lineno), key=lambda n: n.lineno, default=None)
     value = before.value if before is not None else loss
-    is_scaled = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    return value if is_scaled and "scaler" in key_of(value.func) else loss  # type: ignore[attr-defined]
+    is_scaled = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and "scaler" in key_of(value.func)
+    return value if is_scaled else loss
 
 
 class AutocastAroundEngine(JointRule):

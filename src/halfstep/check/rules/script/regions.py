@@ -152,7 +152,7 @@ class ScalerWithoutAutocast(TraceRule):
             return None
         read = {n.id for n in ast.walk(opened.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         outside = next((e for e in forwards if e.function is event.function and _results(script, e) & read), None)
-        if outside is None or outside.node.lineno > opened.node.lineno:  # type: ignore[attr-defined]
+        if outside is None or script.where(outside.node).line > script.where(opened.node).line:
             return None
         return self.finding(
             script.where(opened.node),

@@ -118,8 +118,10 @@ def _elements(
     target = outline.call_target(value, function) if isinstance(value, ast.Call) else None
     options = [(v, target) for v in returned_by(target)] if target is not None else [(value, function)]
     for option, scope in options:
-        is_tuple = isinstance(option, (ast.Tuple, ast.List)) and index is not None and index < len(option.elts)
-        yield (option.elts[index], scope) if is_tuple else (ast.Constant(...), scope)  # type: ignore[attr-defined]
+        if isinstance(option, (ast.Tuple, ast.List)) and index is not None and index < len(option.elts):
+            yield option.elts[index], scope
+        else:
+            yield ast.Constant(...), scope
 
 
 def _num_calls(outline: Outline, function: Function) -> int:
