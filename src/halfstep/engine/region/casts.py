@@ -202,11 +202,12 @@ def _broadcast_back(operation: Any, device_type: str) -> Run:
 
 def _scaled_norm(operation: Any, device_type: str) -> Run:
     as_it_is = _as_it_is(operation, device_type)
+    weights = slice(_WEIGHTS, _WEIGHTS + sum(name in ("weight", "bias") for name in _arguments(operation)))
 
     def run(args: Any, kwargs: Any) -> Any:
         own = args[0].dtype
-        for weight in args[_WEIGHTS:]:
-            if isinstance(weight, Tensor) and weight.dtype is not own:
+        for weight in args[weights]:
+            if weight is not None and weight.dtype is not own:
                 break
         else:
             if not kwargs:

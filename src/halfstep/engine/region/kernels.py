@@ -17,7 +17,7 @@ import torch
 
 from halfstep.engine.region.casts import Make, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
-from halfstep.engine.region.tables import KEYS
+from halfstep.engine.region.tables import KEYS, exclude_key
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.operations import (
     BROADCAST_BACK,
@@ -33,6 +33,7 @@ __all__ = ["has_kernel", "install", "operations_of", "overloads", "reinstall"]
 
 _libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
 _install = threading.Lock()
+_LEAN, _AUTOCAST = Rule.LEAN, Rule.AUTOCAST  # looking up a member of an enum costs as much as the comparison
 
 
 @functools.cache
@@ -138,8 +139,11 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
     run = run_in_autocast("fp32")(operation, device_type)
 
     def in_fp32(_: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(own_key):  # noqa: SLF001
+        exclude_key(own_key, True)
+        try:
             return run(args, kwargs)
+        finally:
+            exclude_key(own_key, False)
 
     return in_fp32
 
@@ -154,10 +158,13 @@ def _kernel(
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         rule = current_rule()
-        run = run_lean if rule is Rule.LEAN else run_autocast if rule is Rule.AUTOCAST else None
+        run = run_lean if rule is _LEAN else run_autocast if rule is _AUTOCAST else None
         if run is not None:
-            with torch._C._ExcludeDispatchKeyGuard(own_key):  # noqa: SLF001 - how an autocast kernel redispatches
+            exclude_key(own_key, True)
+            try:
                 return run(args, kwargs)
+            finally:
+                exclude_key(own_key, False)
         if torchs_own is not None:
             return torchs_own(keys, *args, **kwargs)
         return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered
@@ -166,8 +173,8 @@ def _kernel(
 
 
 def _handles(name: str, device_type: str) -> tuple[Any, Any, Any]:
-    """The operation, the keys to exclude below an autocast kernel, and those that come after it."""
+    """The operation, the key to exclude below an autocast kernel, and those that come after it."""
     base, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, base), overload or "default")
     own = getattr(torch._C.DispatchKey, KEYS[device_type])  # noqa: SLF001
-    return operation, torch._C.DispatchKeySet(own), torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    return operation, own, torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001

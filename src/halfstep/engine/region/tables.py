@@ -22,7 +22,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["KEYS", "recognise_tables"]
 
-Block = Callable[[], contextlib.AbstractContextManager[Any]]
-
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+# How an autocast kernel redispatches. torch's guard object does the same, in three times the time.
+exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded  # noqa: SLF001
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # those of a plan are fake; no other subclass is looked into
 
@@ -79,17 +78,16 @@ def _identity(tensor: Tensor) -> int:
 
 def _install(key: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
-    below = partial(torch._C._ExcludeDispatchKeyGuard, autocast)  # noqa: SLF001 - how an autocast kernel redispatches
+    own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
     with warnings.catch_warnings():  # torch warns where a kernel is replaced
         warnings.simplefilter("ignore", UserWarning)
         for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor):
-            library.impl(operation, _kernel(operation, below), key)  # type: ignore[no-untyped-call]
-        library.impl(torch.ops.aten.cat.default, _concatenation(below), key)  # type: ignore[no-untyped-call]
+            library.impl(operation, _kernel(operation, own), key)  # type: ignore[no-untyped-call]
+        library.impl(torch.ops.aten.cat.default, _concatenation(own), key)  # type: ignore[no-untyped-call]
     return library
 
 
-def _kernel(operation: Any, below: Block) -> Callable[..., Any]:
+def _kernel(operation: Any, own_key: Any) -> Callable[..., Any]:
     base = operation.overloadpacket.__name__
     call, name = getattr(torch, base), f"{base} with an fp32 buffer"
 
@@ -101,13 +99,16 @@ def _kernel(operation: Any, below: Block) -> Callable[..., Any]:
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
-        with below():
+        exclude_key(own_key, True)
+        try:
             return call(a, b, **kwargs)
+        finally:
+            exclude_key(own_key, False)
 
     return kernel
 
 
-def _concatenation(below: Block) -> Callable[..., Any]:
+def _concatenation(own_key: Any) -> Callable[..., Any]:
 
     def kernel(tensors: Any, dim: int = 0) -> Any:
         narrow = {t.dtype for t in tensors if t.dtype is not torch.float32}
@@ -116,8 +117,11 @@ def _concatenation(below: Block) -> Callable[..., Any]:
             if dtype in DTYPES_16_BIT and any(_is_buffer(t) for t in tensors):
                 record_16_bits("cat with an fp32 buffer")
                 tensors = [_rounded(t, dtype) if _is_buffer(t) else t for t in tensors]
-        with below():
+        exclude_key(own_key, True)
+        try:
             return torch.cat(tensors, dim)  # of several dtypes, the widest, as autocast has it
+        finally:
+            exclude_key(own_key, False)
 
     return kernel
 
