@@ -41,7 +41,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo_gradients import ACCURACY_ROWS, build_model, gradient_rows, leak_lines
-from zoo_models import CASES, COMPILED, HELD_BACK, Case
+from zoo_models import CASES, COMPILED, HELD_BACK, Case, case_of_target
 from zoo_results import bars_of, describe_bar, ratio_of, render_tables
 from zoo_rows import COMPILED_ROWS, EAGER_ROWS, RESIDUAL_ROW, Loop, Row, make_loop, unavailable
 
@@ -287,7 +287,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
     )
     parser.add_argument(
-        "--models", type=lambda text: text.split(","), metavar="NAME,NAME", help="default: all of the zoo"
+        "--models",
+        type=lambda text: text.split(","),
+        metavar="NAME,NAME",
+        help="of the zoo, or timm:NAME, transformers:CONFIG; default: all of the zoo",
     )
     parser.add_argument("--held-back", action="store_true", help="run the models that nothing was tuned on")
     parser.add_argument("--row", action="append", metavar="NAME", help="only this row; repeatable")
@@ -319,7 +322,8 @@ def main(argv: list[str] | None = None) -> None:
     ignore_fallback_warnings()
     device = pick_device(args.device)
     default = list(HELD_BACK) if args.held_back else list(COMPILED if args.compile else CASES)
-    cases = _choose(args.models, {**CASES, **HELD_BACK}, default, "model")
+    others = {name: case_of_target(name) for name in args.models or () if ":" in name}
+    cases = _choose(args.models, {**CASES, **HELD_BACK, **others}, default, "model")
     all_rows = COMPILED_ROWS if args.compile else ACCURACY_ROWS if args.accuracy else EAGER_ROWS
     named = {row.name: row for row in (*all_rows, RESIDUAL_ROW)}
     rows = tuple(_choose(args.row, named, [row.name for row in all_rows], "row"))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from halfstep.jobs.job import Job
 from halfstep.jobs.targets import load_target
 
-__all__ = ["CASES", "COMPILED", "HELD_BACK", "Case", "without_dropout"]
+__all__ = ["CASES", "COMPILED", "HELD_BACK", "Case", "case_of_target", "without_dropout"]
 
 Settings = Mapping[str, Any]
 
@@ -45,6 +45,12 @@ class Case:
     def batch_size(self, *, tiny: bool = False) -> int:
         """Examples per step: that of the measurement, or two."""
         return 2 if tiny else self.batch
+
+
+def case_of_target(target: str) -> Case:
+    """Any model of a library, as `timm:NAME` or `transformers:CONFIG`, with 64 images or 8 sequences in a batch."""
+    library = target.partition(":")[0]
+    return Case(target, library, 64 if library == "timm" else 8, lambda _: load_target(target).job)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
