@@ -21,6 +21,7 @@ from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
+from halfstep.check.regex import regex
 from halfstep.check.registry import Group, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.select import Selection
@@ -28,7 +29,7 @@ from halfstep.check.settings import Settings
 from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
-from halfstep.hardware.advisory import WORDS as AFFECTED_WORDS
+from halfstep.hardware.advisory_words import WORDS as AFFECTED_WORDS
 
 __all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
@@ -39,8 +40,8 @@ _CONFIGURES = (
 )  # fmt: skip
 # Words of scripts that request something a GPU may not support.
 _HARDWARE = (*_CONFIGURES, "float16", "autocast", "tf32", "matmul_precision", "flash_attention")
-_PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLACE = regex(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
+_ADDRESS = regex(r" at 0x[0-9a-fA-F]+")
 # Parsing takes 2 ms per 100 lines. In a folder, a larger file that does not mention precision is not parsed: no rule
 # applies to it, and checking its syntax is up to other tools.
 _SMALL = 4000

@@ -8,12 +8,12 @@ walking it. On real projects this avoids more than half of the work.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_statements
 
 __all__ = ["NO_WORDS", "RuleWords", "relevant_functions", "shortest"]
@@ -30,14 +30,14 @@ _WORDS = (
     "self.cfg =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
-_AMP = re.compile(r"amp(?<![A-Za-z]amp)")
-_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is assigned to a name
-_CREATED = re.compile(r"(?:BCE|CrossEntropy)Loss\(")
+_AMP = regex(r"amp(?<![A-Za-z]amp)")
+_CRITERION = regex(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is assigned to a name
+_CREATED = regex(r"(?:BCE|CrossEntropy)Loss\(")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
 
-_BREAK = re.compile(r"\r\n|\r|\n")
+_BREAK = regex(r"\r\n|\r|\n")
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
