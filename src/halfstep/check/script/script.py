@@ -40,6 +40,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
 from halfstep.check.script.syntax.visit import read_outline
+from halfstep.check.script.syntax.words import contains_any
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
@@ -225,7 +226,7 @@ def _top(joined: list[int], number: int) -> int:
 
 
 def _mentions(text: str, words: tuple[str, ...], short: Mapping[str, re.Pattern[str]]) -> bool:
-    if any(word in text for word in words):
+    if contains_any(text, words):
         return True
     return any(word in text and pattern.search(text) for word, pattern in short.items())
 
