@@ -171,31 +171,3 @@ def test_probe_loads_torch_and_little_else():
         "halfstep.engine",
         "halfstep.comparison",
     }
-
-
-@pytest.mark.parametrize(("loaded", "codes"), [({}, [3]), ({"torch": None}, [])])
-def test_python_is_not_shut_down_step_by_step_unless_torch_is_loaded(monkeypatch, loaded, codes):
-    """The process ends at once with the code of the command; what torch started is ended by Python."""
-    import halfstep.__main__ as module
-
-    exits = []
-    monkeypatch.setattr(module, "_endings", [3])
-    monkeypatch.setattr(module.os, "_exit", exits.append)
-    monkeypatch.setattr(module.sys, "modules", loaded)
-    module._exit()
-    assert exits == codes
-
-
-def test_a_stream_that_cannot_be_written_is_left_to_python(monkeypatch):
-    """Python reports it and exits with its own code."""
-    import halfstep.__main__ as module
-
-    class Full:
-        def flush(self):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "_endings", [0])
-    monkeypatch.setattr(module.os, "_exit", lambda code: pytest.fail("the output is lost"))
-    monkeypatch.setattr(module.sys, "modules", {})
-    monkeypatch.setattr(module.sys, "stdout", Full())
-    module._exit()
