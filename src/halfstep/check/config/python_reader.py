@@ -20,6 +20,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of, subscript
 from halfstep.check.files.source import Source
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
@@ -33,7 +34,7 @@ _HINT = (
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
     "finetuning_type",
 )  # fmt: skip
-_HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
+_HARDWARE_HINT = regex(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
 _TRAINER_ARGUMENTS = frozenset({
     "TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig", "DPOConfig",
