@@ -35,7 +35,14 @@ _CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss tha
 _CREATED = re.compile(r"(?:BCE|CrossEntropy)Loss\(")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
-_FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
+_FORWARDS = (
+    "model(",
+    "net(",
+    "policy(",
+    ".eval()",
+    "sliding_window_inference(",
+    "nferer(",
+)  # matter only where a region can be around the call
 
 _BREAK = re.compile(r"\r\n|\r|\n")
 
