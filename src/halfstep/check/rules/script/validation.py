@@ -333,9 +333,9 @@ def _cell_around(script: Script, event: Event) -> list[ast.AST]:
     top = [node for node in (event.node, *script.above(event.node)) if isinstance(node, ast.stmt)]
     if not top or not isinstance(event.function.node, ast.Module):
         return []
-    cell = script.source.cell_line(top[-1].lineno).cell
-    if cell is None:
+    if script.source.language != "notebook":
         return [top[-1]]
+    cell = script.source.cell_line(top[-1].lineno).cell
     return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
 
 
