@@ -10,7 +10,15 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.flow.order import TraceRule, earlier, later, scaled_before, switched_off, without_amp
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    earlier,
+    later,
+    scaled_before,
+    scales_between,
+    switched_off,
+    without_amp,
+)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
 from halfstep.check.script.objects.tensors import grad_of
@@ -91,6 +99,8 @@ class ScaledGradientsRead(TraceRule):
         is_between = not steps and _between_steps(trace, index, trace[start].scaler)
         if not (steps or is_between) or _only_normalizes(script, event):
             return None
+        if steps and scales_between(trace, start, steps[0]):
+            return None  # what is measured is divided by `scaler.get_scale()`
         unless = skipped_unscale(script, trace, start, index)
         # A helper that measures gradients is right; the call that comes too early is not.
         depth = len(trace[start].roots)
