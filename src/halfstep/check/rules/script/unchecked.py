@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from dataclasses import replace
 
@@ -121,7 +122,7 @@ class UncheckedUpdate(TraceRule):
 
     def _constant_loss(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for a step after the backward of a loss that, under a condition, no parameter has a part in."""
-        before = around[: around.index(event)]
+        before = list(itertools.takewhile(lambda e: e is not event, around))
         cleared = [e for e in before if e.kind == "zero_grad" and e.optimizer == event.optimizer and implied(e, event)]
         if not cleared or cleared[-1].accumulating or _keeps_zeros(cleared[-1]):
             return None
