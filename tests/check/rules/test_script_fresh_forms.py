@@ -1,4 +1,4 @@
-"""Forms in which public scripts have HS110, HS120 and HS180, and the right code that looks like them."""
+"""Forms in which public scripts have HS110, HS120, HS133 and HS180, and the right code that looks like them."""
 
 import pytest
 
@@ -108,3 +108,33 @@ for i, x in enumerate(loader):
 def test_each_branch_that_computes_its_loss_divides_it(before, first, second, expected):
     """HS180: a loss computed once is reported once, and two losses twice."""
     assert lines(BRANCHES.format(before=before, first=first, second=second), "HS180") == expected
+
+
+PARSED = """\
+import sys, torch
+options = {{}}
+for arg in sys.argv[1:]:
+    if arg == '--mixed_precision':
+        options['mixed_precision'] = {value}
+    {more}
+amp = options.get('mixed_precision', {default})
+with torch.autocast('cuda', enabled=amp):
+    model(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "default", "more", "expected"),
+    [
+        ("True", "True", "pass", [7]),
+        ("True", "False", "pass", []),
+        ("not amp", "True", "pass", []),
+        ("True", "True", "options[arg] = False", []),
+        ("True", "True", "options.update(read(arg))", []),
+        ("True", "True", "read(arg, options)", []),
+        ("True", "True", "if arg == '--fp32': options['mixed_precision'] = False", []),
+    ],
+)
+def test_an_option_read_by_hand_that_only_sets_its_default(value, default, more, expected):
+    """HS133: a flag that is True by default, and that its option sets to True."""
+    assert lines(PARSED.format(value=value, default=default, more=more), "HS133") == expected

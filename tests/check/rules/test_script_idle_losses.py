@@ -105,3 +105,11 @@ for x in loader:
 def test_a_loss_that_nothing_uses_trains_nothing(rest, expected):
     """A loop that clears gradients and drops its loss has forgotten the backward."""
     assert lines(DROPPED.format(rest=rest), "HS156") == expected
+
+
+def test_a_loop_over_optimizers_is_read():
+    """The step of each optimizer is one of a list, and no rule fails on it."""
+    loop = CONSTANT.format(zero="", other=NEW, after="pass")
+    loop = loop.replace("    scaler.step(optimizer)", "    for o in optimizers:\n        scaler.step(o)")
+    loop = loop.replace("for x, y in loader:", "def train_step(x, y):")
+    assert not [f for f in findings(loop) if f.code in {"HS006", "HS115"}]
