@@ -113,18 +113,29 @@ def check_document(
         return tuple(finding for finding in (document.problem,) if selection.wants(finding))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the parser warns about a script's "\d"
-        findings = list(document.notes)
-        try:
-            findings.extend(
-                _findings(source, settings, named=named, preview=selection.preview)
-            )  # keeps those before a failure
-        except (RecursionError, MemoryError):
-            findings.append(too_deep(source))
-        except Exception as error:
-            findings.append(failure(source, "The parser", error))
-        reported = suppress(findings, source, selection, has_gpu=settings.gpu is not None)
+        reported = _reported(source, document.notes, settings, selection, named=named)
+        for written in source.files:
+            # Their texts are not parts of the notebook's, where a fix would be applied.
+            inner = _reported(written, (), settings, selection, named=False)
+            reported += [replace(f, fix=None) for f in inner if f.code != SyntaxFault.code]
         ordered = sorted(dict.fromkeys(reported), key=lambda finding: finding.sort_key)
         return tuple(_with_usable_fixes(ordered, source))
+
+
+def _reported(
+    source: Source, notes: Iterable[Finding], settings: Settings, selection: Selection, *, named: bool
+) -> list[Finding]:
+    """The selected findings in a text that no comment suppresses."""
+    findings = list(notes)
+    try:
+        findings.extend(
+            _findings(source, settings, named=named, preview=selection.preview)
+        )  # keeps those before a failure
+    except (RecursionError, MemoryError):
+        findings.append(too_deep(source))
+    except Exception as error:
+        findings.append(failure(source, "The parser", error))
+    return list(suppress(findings, source, selection, has_gpu=settings.gpu is not None))
 
 
 def _findings(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:

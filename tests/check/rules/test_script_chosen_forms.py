@@ -82,13 +82,6 @@ BY_HAND = (
     "import torch\nfor x in loader:\n    model.zero_grad()\n    loss = model(x.half())\n    {target} = loss * loss_scale\n    {target}.backward()\n"
     "    for p in masters:\n        p.grad.data = p.grad.data / loss_scale\n    optimizer.step()\n    total += loss.item()\n"
 )
-SHARED = (
-    "import torch\nscaler = torch.amp.GradScaler('cuda')\nclass Trainer:\n    def step(self, x, train):\n        use = {use}\n"
-    "        with torch.autocast('cuda', enabled=use):\n            loss = self.model(x)\n        if train:\n"
-    "            scaler.scale(loss).backward()\n            scaler.step(self.optimizer)\n            scaler.update()\n"
-    "    def fit(self):\n        for x in self.loader:\n            self.step(x, True)\n"
-    "    @torch.no_grad()\n    def test(self):\n        self.model.eval()\n        for x in self.test_loader:\n            out = self.model(x)\n"
-)
 # rule: the mistake, and right code, or code that decides nothing
 PAIRS = {
     "one region for both formats": ("HS123", EITHER.format(test="args.bf16 or args.fp16"), EITHER.format(test="args.bf16")),
@@ -113,7 +106,6 @@ PAIRS = {
     "a step that is commented out": ("HS156", IDLE.format(step=""), IDLE.format(step="    optimizer.step()\n")),
     "4-bit settings that are switched off": ("HS289", QUANTIZED.format(on=False), QUANTIZED.format(on=True)),
     "a loss that is scaled by hand": ("HS111", BY_HAND.format(target="loss"), BY_HAND.format(target="scaled")),
-    "a region that is off for validation": ("HS149", SHARED.format(use="self.amp"), SHARED.format(use="self.amp and train")),
     "bfloat16 weights with fp16=True": ("HS166", FLAGGED.format(flag="fp16"), FLAGGED.format(flag="bf16")),
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.check.files.problems import FileTooLarge, NotText, SyntaxFault
 from halfstep.check.files.repair import Repair, repair
-from halfstep.check.files.source import Language, Source
+from halfstep.check.files.source import LANGUAGES, Language, Source, language_of
 from halfstep.check.finding import Edit, Finding, Place, Severity
 from halfstep.check.regex import regex
 
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from halfstep.check.files.notebook import Notebook
 
 __all__ = ["LANGUAGES", "Document", "apply_edits", "language_of", "located_source", "read_document", "size_limit"]
-
-LANGUAGES: dict[str, Language] = {
-    ".py": "python",
-    ".pyw": "python",
-    ".ipynb": "notebook",
-    ".json": "json",
-    ".jsonc": "json",
-    ".hjson": "json",
-    ".yaml": "yaml",
-    ".yml": "yaml",
-    ".toml": "toml",
-}
 
 MAX_BYTES = 2**20  # a training script of 1,000 lines has 40 kB
 MAX_NOTEBOOK_BYTES = 32 * 2**20  # notebooks carry their pictures
@@ -61,12 +49,6 @@ class Document:
     notebook: Notebook | None = None
     problem: Finding | None = None  # why there is nothing to check
     notes: tuple[Finding, ...] = ()  # about parts that could not be read, such as one cell
-
-
-def language_of(path: str) -> Language | None:
-    """The language of a file, by its suffix; None for files that are not checked."""
-    dot = path.rfind(".")
-    return LANGUAGES.get(path[dot:].lower()) if dot >= 0 else None
 
 
 def size_limit(language: Language) -> int:
@@ -200,6 +182,11 @@ def _notebook(path: str, data: bytes, raw: str) -> Document:
     if isinstance(notebook, Finding):
         return Document(Source(path, "", "notebook"), data, raw, problem=notebook)
     source = Source(path, notebook.text, "notebook", notebook.cells)
+    if "%%writefile" in raw or "%%file" in raw:
+        from halfstep.check.files.written import written_files
+
+        pairs = zip(notebook.cells, notebook.parts, strict=True)
+        source = replace(source, files=written_files(path, [(cell.number, part.text) for cell, part in pairs]))
     notes = tuple(
         SyntaxFault.finding(Place(path, fault.line, fault.column, cell=fault.cell), fault.message, severity="advice")
         for fault in notebook.faults

@@ -11,13 +11,41 @@ from halfstep.check.finding import Place
 from halfstep.check.regex import regex
 from halfstep.check.settings import Settings
 
-__all__ = ["Cell", "CellLine", "FilePlace", "Language", "Origin", "Settings", "Source"]
+__all__ = [
+    "LANGUAGES",
+    "Cell",
+    "CellLine",
+    "FilePlace",
+    "Language",
+    "Origin",
+    "Settings",
+    "Source",
+    "language_of",
+]
 
 Language = Literal["python", "notebook", "json", "yaml", "toml"]
+
+LANGUAGES: dict[str, Language] = {
+    ".py": "python",
+    ".pyw": "python",
+    ".ipynb": "notebook",
+    ".json": "json",
+    ".jsonc": "json",
+    ".hjson": "json",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".toml": "toml",
+}
 
 
 # One character of a JSON string as it is written; a pair of surrogates is one character.
 _UNIT = regex(r"\\u[dD][89abAB]\w{2}\\u[dD][c-fC-F]\w{2}|\\u\w{4}|\\.|[^\\]", re.DOTALL)
+
+
+def language_of(path: str) -> Language | None:
+    """The language of a file, by its suffix; None for files that are not checked."""
+    dot = path.rfind(".")
+    return LANGUAGES.get(path[dot:].lower()) if dot >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,7 @@ class Source:
     text: str
     language: Language
     cells: tuple[Cell, ...] = ()
+    files: tuple[Source, ...] = ()  # that a notebook writes: `%%writefile train.py`
 
     def cell_line(self, line: int) -> CellLine:
         """The cell and the line inside it, for a line of the text; no cell outside notebooks."""
@@ -73,6 +102,9 @@ class Source:
 
     def line_of(self, cell: int | None, line: int) -> str | None:
         """The text of a line, counted as in a finding; None if there is none."""
+        written = next((f for f in self.files if any(c.number == cell for c in f.cells)), None)
+        if written is not None:
+            return written.line_of(cell, line)
         first = next((c.first_line for c in self.cells if c.number == cell), 1)
         lines = _lines(self.text)
         index = line + first - 2

@@ -15,13 +15,16 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, is_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, text_of
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
+# Where it is false there is no CUDA, and a scaler for CUDA disables itself.
+_ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
 _OF_DEVICE = regex(r"device|cuda", re.IGNORECASE)
 _SWITCH = regex(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
@@ -169,7 +172,7 @@ class ScalerWithBf16(ScriptRule):
                 len(others) < len(values)
                 and all(_is_for_device(script, v) or _is_first_none(script, v) for v in others)
             )
-            if is_only and (together or amp):
+            if is_only and (together or amp) and not all(_only_off_cuda(script, a, scaler, switches) for a in either):
                 yield scaler, either[0]
 
     @classmethod
@@ -211,6 +214,25 @@ class ScalerWithBf16(ScriptRule):
         named = [a for a in regions if _FORMAT.search(a.enabled) and not _is_bf16(a.enabled)]
         certain = bool(regions) and all(a.dtype == "bfloat16" for a in regions) and (len(regions) == 1 or not named)
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
+
+
+def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
+    """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
+    outline, node = script.outline, region.dtype_node
+    sites = outline.library_calls.get(region.api, ())
+    function = next((function for call, function in sites if call is region.node), scaler.function)
+    values = (outline.values(key_of(node), function) or [node]) if node is not None else []
+    tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
+    if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
+        return False
+    device = constant(argument(scaler.node, 0, "device"))
+    is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
+    tested = {part for switch in switches for part in switch.split(" and ")}
+    return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
+
+
+def _names_bf16(script: Script, value: ast.expr) -> bool:
+    return DTYPES.get(script.outline.names.full(value)) == "bfloat16"
 
 
 def _enabled_when(scaler: Scaler) -> str:

@@ -200,7 +200,9 @@ class ScalerUnused(ScriptRule):
             ignored = [use for use in uses if _is_ignored(script, use)]
             if len(saved) + len(returned) + len(ignored) != len(uses):
                 continue
-            is_forgotten = not uses and bool(script.source.cells)  # nothing imports the variables of a notebook
+            is_forgotten = (
+                not uses and script.source.language == "notebook"
+            )  # nothing imports the variables of a notebook
             if not (returned or is_forgotten or _trains_here(script, scaler, saved)):
                 continue
             if scaler.enabled == "no":

@@ -12,7 +12,14 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
-from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by, divides_gradients
+from halfstep.check.script.flow.divisions import (
+    Divisions,
+    assignments_before,
+    computed_apart,
+    divided_by,
+    divides_gradients,
+    is_own_mean,
+)
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule
@@ -42,7 +49,6 @@ _FACTOR = regex(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
 _RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
 _PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
 _PIECES = regex(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
-_FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
@@ -109,7 +115,8 @@ class LossNotDivided(TraceRule):
             return None
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
-        if any(e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards) for e in others):
+        others = [e for e in others if e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards)]
+        if any(not computed_apart(script, e, event, key_of(_loss_of(event))) for e in others):
             return None  # reported at the first backward
         if (
             window.by_loop
@@ -249,7 +256,7 @@ class LossNotDivided(TraceRule):
             and not isinstance(n.right, ast.Constant)
             # `loss.sum() / batch_size` of the loader is the mean over a micro-batch.
             and not (key_of(n.right).rsplit(".", 1)[-1] in sizes and text_of(n.left).endswith(".sum()"))
-            and not _is_own_mean(n)
+            and not is_own_mean(n)
             for n in nodes
         )
 
@@ -266,15 +273,6 @@ def _partly_divided(script: Script, event: Event, length: str) -> str:
     last = part.rsplit(".", 1)[-1]
     is_divisor = any(last in re.split(r"\W+", divisor) for _, divisor, _ in _divisions(script))
     return part if sum(counts) == 1 and not is_divisor else ""
-
-
-def _is_own_mean(quotient: ast.BinOp) -> bool:
-    """Whether a quotient is a mean over what it divides: `(loss * mask).sum() / mask.sum()`, `sum(losses) / len(losses)`."""
-    sized = {n.id for n in ast.walk(quotient.right) if isinstance(n, ast.Name)} - _FUNCTIONS
-    is_sum = any(
-        isinstance(n, ast.Call) and text_of(n.func).rsplit(".", 1)[-1] == "sum" for n in ast.walk(quotient.left)
-    )
-    return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
 
 
 def _is_total(script: Script, divided: str, event: Event) -> bool:
@@ -389,8 +387,8 @@ def _joins_cached(script: Script) -> bool:
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
             continue
         slices = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
-        before = {ast.unparse(s.slice.upper) for s in slices if isinstance(s.slice, ast.Slice) and s.slice.upper}
-        after = {ast.unparse(s.slice.lower) for s in slices if isinstance(s.slice, ast.Slice) and s.slice.lower}
+        ends = [s.slice for s in slices if isinstance(s.slice, ast.Slice)]
+        before, after = ({ast.unparse(e) for s in ends if (e := getattr(s, end))} for end in ("upper", "lower"))
         if any(f"{index} + 1" in after for index in before):
             return True
     return False

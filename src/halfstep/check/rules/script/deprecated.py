@@ -318,7 +318,9 @@ class AmpNotImported(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls of `GradScaler`, `autocast` and methods of `amp` in a file with imports that binds no such name."""
         outline = script.outline
-        if script.source.cells or not any(i.full.split(".")[0] == "torch" for i in outline.names.imported):
+        if script.source.language == "notebook" or not any(
+            i.full.split(".")[0] == "torch" for i in outline.names.imported
+        ):
             return  # a cell may run another notebook, and a fragment shows no imports
         for name in ("GradScaler", "autocast"):
             for call, function in outline.calls.get(name, ()):

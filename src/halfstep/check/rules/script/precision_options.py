@@ -13,7 +13,7 @@ from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_statements
-from halfstep.check.script.syntax.names import chain
+from halfstep.check.script.syntax.names import chain, key_of
 
 __all__ = ["PRECISION_OPTION", "RULES"]
 
@@ -95,6 +95,36 @@ class BooleanOption(ScriptRule):
                     instead="action=argparse.BooleanOptionalAction, or no default",
                     severity=None if serious else "advice",
                 )
+        for call, name in _parsed_by_hand(script):
+            yield self.finding(
+                script.where(call),
+                f"`{name}` is True with and without the option: the default is True, and the options that are read set nothing else",
+                instead=f"read a `--no-{name}` as well, or let argparse do it with BooleanOptionalAction",
+            )
+
+
+def _parsed_by_hand(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The flags of a dictionary filled from sys.argv that is only ever set to True: `options.get("amp", True)`."""
+    sites = script.outline.calls.get("get", ()) if "sys.argv" in script.source.text else ()
+    for call, function in sites:
+        name = constant(call.args[0]) if len(call.args) == 2 else None
+        owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not isinstance(name, str) or not PRECISION_OPTION.search(name.lower()) or constant(call.args[1]) is not True:
+            continue
+        created = [b.value for b in script.outline.lookup(owner, function)] if owner.isidentifier() else []
+        is_own = bool(created) and all(isinstance(v, ast.Dict) and not v.keys for v in created)
+        stored = [b.value for b in script.outline.bindings.get(f"{owner}[{name!r}]", ())]
+        others = [n for n in ast.walk(script.tree) if isinstance(n, ast.Name) and n.id == owner]
+        # Passed on, updated or filled under a variable name, it may receive anything.
+        is_known = all(_reads_or_stores(script.outline.parents.get(n)) for n in others if isinstance(n.ctx, ast.Load))
+        if is_own and is_known and stored and all(constant(v) is True for v in stored if v is not None):
+            yield call, name
+
+
+def _reads_or_stores(parent: ast.AST | None) -> bool:
+    if isinstance(parent, ast.Subscript):
+        return isinstance(constant(parent.slice), str)
+    return isinstance(parent, ast.Attribute) and parent.attr in {"get", "items", "keys"}
 
 
 def _default(script: Script, call: ast.Call) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
@@ -11,10 +12,18 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.flow.order import TraceRule, earlier, later, scaled_before, switched_off, without_amp
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    earlier,
+    later,
+    scaled_before,
+    scales_between,
+    switched_off,
+    without_amp,
+)
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
-from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks
+from halfstep.check.script.objects.tensors import grad_of, reads_gradients
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -40,6 +49,9 @@ _HOOKS = {
     "configure_gradient_clipping",
     "on_before_zero_grad",
 }  # Lightning has unscaled here
+
+
+_MEASURES = {"norm", "abs", "square", "pow", "mean", "max", "std"}
 
 
 class ScaledGradientsRead(TraceRule):
@@ -75,8 +87,21 @@ class ScaledGradientsRead(TraceRule):
         f"{_DOCS}#working-with-unscaled-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
-    words = ("Accelerator", "Fabric(", "automatic_optimization")
+    words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward", "on_train_batch_end")
     kinds = ("grad_read", "clip")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Reads after a scaled backward, and in hooks of Lightning that run before its step unscales."""
+        yield from super().check(script)
+        hooks = scaling_hooks(script) if "ightning" in script.source.text else {}
+        for function, reason in hooks.items():
+            read = next((n for n in ast.walk(function.node) if _measures_gradient(script, n)), None)
+            if read is not None and "scale" not in ast.unparse(function.node):
+                yield self.finding(
+                    script.where(read),
+                    f"gradients are measured in `{function.name}`, where precision='16-mixed' leaves them multiplied by the loss scale{reason}",
+                    instead="measure them in `on_before_optimizer_step`, where they are unscaled",
+                )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
@@ -92,6 +117,8 @@ class ScaledGradientsRead(TraceRule):
         is_between = not steps and _between_steps(trace, index, trace[start].scaler)
         if not (steps or is_between) or _only_normalizes(script, event):
             return None
+        if steps and scales_between(trace, start, steps[0]):
+            return None  # what is measured is divided by `scaler.get_scale()`
         unless = skipped_unscale(script, trace, start, index)
         # A helper that measures gradients is right; the call that comes too early is not.
         depth = len(trace[start].roots)
@@ -144,6 +171,16 @@ class ScaledGradientsRead(TraceRule):
             f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
             instead=instead,
         )
+
+
+def _measures_gradient(script: Script, node: ast.AST) -> bool:
+    """Whether a call computes a norm or another number of a gradient: `p.grad.norm()`, `torch.norm(p.grad)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = script.outline.names.full(node.func)
+    if isinstance(node.func, ast.Attribute) and not name:
+        return node.func.attr in _MEASURES and grad_of(node.func.value)
+    return reads_gradients(node, name, (name or key_of(node.func)).rsplit(".", 1)[-1])
 
 
 def _between_steps(trace: Trace, index: int, scaler: str) -> bool:

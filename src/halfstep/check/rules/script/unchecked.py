@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from dataclasses import replace
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.constant_loss import constant_loss
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
     TraceRule,
@@ -29,7 +31,9 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = ["RULES"]
 
 _CAUGHT = regex(r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b")  # what a forward out of memory raises
-_BATCH = regex(r"step|batch|iter(?!ator)", re.IGNORECASE)  # functions that a caller in another file runs once per batch
+_BATCH = regex(
+    r"step|batch|iter(?!ator)|^optimi[sz]e_parameters$", re.IGNORECASE
+)  # functions that a caller in another file runs once per batch
 _WORD = regex(r"[A-Za-z_]\w+")
 _SETTINGS = regex(r"\b(args|cfg|config|conf|hparams|opts?|self)\.")  # two settings of one object are two variables
 _START = """\
@@ -113,7 +117,23 @@ class UncheckedUpdate(TraceRule):
             return self._update_after_exception(script, event, around) if event.kind == "update" else None
         if event.kind == "update":
             return self._unchecked_update(script, event, around)
-        return self._step_without_gradients(script, event, around)
+        return self._constant_loss(script, event, around) or self._step_without_gradients(script, event, around)
+
+    def _constant_loss(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for a step after the backward of a loss that, under a condition, no parameter has a part in."""
+        before = list(itertools.takewhile(lambda e: e is not event, around))
+        cleared = [e for e in before if e.kind == "zero_grad" and e.optimizer == event.optimizer and implied(e, event)]
+        if not cleared or cleared[-1].accumulating or _keeps_zeros(cleared[-1]):
+            return None
+        backs = [e for e in before[before.index(cleared[-1]) :] if e.kind == "backward" and compatible(e, event)]
+        if len(backs) != 1 or event.accumulating or (choice := constant_loss(script, backs[0])) is None:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"where `{text_of(choice.test)}` decides for it, the loss of {script.at(choice.value)} is no result of the model: its backward leaves every gradient None "
+            f"after zero_grad(), and `{event.local.scaler}.step` raises AssertionError",
+            instead="skip backward, step and update of that batch, or add 0 * output.sum() to the loss",
+        )
 
     def _unchecked_update(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for an update whose steps are all under a condition that the update does not have."""

@@ -13,6 +13,7 @@ from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
     clears,
+    dropped_loss,
     moves_gradients,
     never_stepped,
     steps_only,
@@ -213,6 +214,13 @@ class MisplacedZeroGrad(TraceRule):
 
     def _cleared(self, script: Script, trace: Trace, index: int) -> Finding | None:
         event = trace[index]
+        if (loss := dropped_loss(script, trace, event)) is not None:
+            return self.finding(
+                script.where(loss),
+                f"line {script.where(event.node).line} clears the gradients, but nothing uses `{text_of(loss)}`: without backward and step "
+                "nothing is trained",
+                instead=f"{text_of(loss)}.backward(), {event.local.optimizer}.step()",
+            )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
         if back is None or trace[back].kind not in _BACKWARDS:

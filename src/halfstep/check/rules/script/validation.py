@@ -15,15 +15,19 @@ from halfstep.check.script.flow.order import TraceRule, loops_around, without_am
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
-from halfstep.check.script.objects.values import autocasts_of, text_of
+from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
+# Contexts that cannot be autocast: progress, time, memory, random numbers, averaged weights, kernels, devices.
 _HARMLESS = regex(
-    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log|MemoryTrace"
+    r"tqdm|progress|open\(|profil|rng|seed|time|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log|memory|"
+    r"gpu_safe|average_parameters|(^|[._])ema(_|\.|$)|ema_scope|summon_full|swap|(^|\W)(torch\.cuda\.(device|stream)|lock)\b|"
+    r"catch_warnings|sdpa?_kernel|join\(",
+    re.IGNORECASE,
 )
 _VALIDATION = regex(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -47,7 +51,10 @@ _MODEL = regex(r"(model|net|network|policy)$", re.IGNORECASE)
 _EVALUATION = regex(
     r"^_*(run_|do_)?(val|valid|validate|validation|eval|evaluate|evaluation|test)(_|$)|_(validate|evaluate)$"
 )
-_TRAINS = regex(r"(self\.)?(is_)?train(ing)?")
+# A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
+_TRAINS = regex(
+    r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
+)
 _LOSS = regex(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = regex(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = regex(r"accelerator|fabric|trainer", re.IGNORECASE)
@@ -119,15 +126,26 @@ class EvaluationWithoutAutocast(ScriptRule):
         backward = script.has("backward", "owned_backward")
         if not trained or not backward or script.outline.names.uses("pytest", "unittest"):
             return  # the test cases of a file have nothing to do with each other
-        if any(_only_in_training(script, e) for e in trained):
-            return
+        for event in trained:
+            region, flag = _only_in_training(script, event)
+            if region is not None and not _ASIDE.search(event.function.name):
+                yield self.finding(
+                    script.where(region.node),
+                    f"autocast is on only in training (`{flag}`): `{event.local.subject}` runs in float32 in validation",
+                    instead="leave the phase out of the condition: validation needs autocast, but not the scaler",
+                )
+                return
         nodes = {e.node for e in trained}
         for event in without[:MAX_FORWARDS]:
-            if any(r.kind in {"autocast", "owned"} for r in event.regions):
+            if event.autocast() or event.inside("owned"):
                 continue
+            if event.inside("autocast") and not (_is_validation(script, event) and _is_off(event)):
+                continue  # a part of a model that needs float32
             if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes)
+            off = event.inside("autocast")
+            node = off.node if off is not None else node
             if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
                 continue
             if _opens_region(script, event) or _is_probe(script, event):
@@ -153,12 +171,23 @@ class EvaluationWithoutAutocast(ScriptRule):
             return
 
 
-def _only_in_training(script: Script, event: Event) -> bool:
-    """Whether the region of a forward is switched off for validation on purpose: `enabled=use_amp and train`."""
+def _only_in_training(script: Script, event: Event) -> tuple[Autocast | None, str]:
+    """The region of a forward that is off for validation, `enabled=use_amp and train`, and the flag that decides it."""
     region = event.autocast()
-    flags = [a.enabled for a in region.autocasts] if region is not None else []
-    values = [text_of(v) for flag in flags if flag.isidentifier() for v in script.outline.values(flag, event.function)]
-    return any(_TRAINS.fullmatch(part) for text in (*flags, *values) for part in text.split(" and ")[1:])
+    for autocast in region.autocasts if region is not None else ():
+        flags = [autocast.enabled]
+        if autocast.enabled.isidentifier():
+            flags += map(text_of, script.outline.values(autocast.enabled, event.function))
+        for flag in (part.strip("()") for text in flags for part in text.split(" and ")):
+            if _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
+                return autocast, flag
+    return None, ""
+
+
+def _is_off(event: Event) -> bool:
+    """Whether each region around an event is a literal `enabled=False`, not one that belongs to a part of the model."""
+    regions = [r for r in event.regions if r.kind == "autocast"]
+    return all(a.enabled == "no" for r in regions for a in r.autocasts)
 
 
 def _without_gradients(event: Event) -> bool:
@@ -293,8 +322,20 @@ def _is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
     if around is not None and trained & set(ast.walk(around)):
         blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
         around = next((block for block in blocks if block is not around), None)
-    calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)] if around is not None else []
+    places = [around] if around is not None else _cell_around(script, event) if not loops else []
+    calls = [n for place in places for n in ast.walk(place) if isinstance(n, ast.Call)]
     return any(_DRAWS.search(key_of(call.func)) for call in calls)
+
+
+def _cell_around(script: Script, event: Event) -> list[ast.AST]:
+    """The statements of the notebook's cell in which a forward is, or its statement at the top of a script."""
+    top = [node for node in (event.node, *script.above(event.node)) if isinstance(node, ast.stmt)]
+    if not top or not isinstance(event.function.node, ast.Module):
+        return []
+    if script.source.language != "notebook":
+        return [top[-1]]
+    cell = script.source.cell_line(top[-1].lineno).cell
+    return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
 
 
 def _is_probe(script: Script, event: Event) -> bool:

@@ -7,14 +7,24 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Outline
 
-__all__ = ["Assignment", "Divisions", "assignments_before", "divided_by", "divides_gradients"]
+__all__ = [
+    "Assignment",
+    "Divisions",
+    "assignments_before",
+    "computed_apart",
+    "divided_by",
+    "divides_gradients",
+    "is_own_mean",
+]
 
+_FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDES = {"div", "div_", "divide", "true_divide"}
 _ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
@@ -115,3 +125,24 @@ def divides_gradients(outline: Outline) -> bool:
         return True
     assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
     return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
+
+
+def computed_apart(script: Script, a: Event, b: Event, loss: str) -> bool:
+    """Whether two backwards are in the two branches of a test, and each branch computes its own loss."""
+    around = {node for node in script.above(a.node) if isinstance(node, ast.If)}
+    test = next((node for node in script.above(b.node) if node in around), None)
+    if not loss or not isinstance(test, ast.If):
+        return False
+    branches = [[n for statement in block for n in ast.walk(statement)] for block in (test.body, test.orelse)]
+    is_apart = (a.node in branches[0]) != (b.node in branches[0])
+    assigned = [{key_of(t) for n in nodes if isinstance(n, ast.Assign) for t in n.targets} for nodes in branches]
+    return is_apart and all(loss in names for names in assigned)
+
+
+def is_own_mean(quotient: ast.BinOp) -> bool:
+    """Whether a quotient is a mean over what it divides: `(loss * mask).sum() / mask.sum()`, `sum(losses) / len(losses)`."""
+    sized = {n.id for n in ast.walk(quotient.right) if isinstance(n, ast.Name)} - _FUNCTIONS
+    is_sum = any(
+        isinstance(n, ast.Call) and text_of(n.func).rsplit(".", 1)[-1] == "sum" for n in ast.walk(quotient.left)
+    )
+    return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}

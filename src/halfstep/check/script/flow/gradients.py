@@ -22,6 +22,7 @@ __all__ = [
     "backward_of_other_branch",
     "checked_by_hand",
     "clears",
+    "dropped_loss",
     "is_other_choice",
     "is_trial",
     "measures_only",
@@ -103,6 +104,25 @@ def _independent(script: Script, unscale: Event, back: Event, use: Event) -> lis
         if guard not in use.guards and guard not in back.guards and not is_amp(guard)
         if is_setting(script, guard, unscale) and not (set(_WORD.findall(guard.text)) - _COMMON) & words
     ]
+
+
+def dropped_loss(script: Script, trace: Trace, cleared: Event) -> ast.expr | None:
+    """The loss that the loop around a zero_grad computes and never uses: no backward, no step, no log."""
+    loop = next((n for n in script.above(cleared.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
+    near = {id(n) for n in ast.walk(loop)} if loop is not None else set()
+    if loop is None or not any(e.kind in {"forward", "enter_autocast"} and id(e.node) in near for e in trace):
+        return None
+    nodes = list(ast.walk(loop))
+    stores = [t for n in nodes if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+    last = max((t for t in stores if "loss" in t.id.lower()), key=lambda t: t.lineno, default=None)
+    calls = {n.func.attr for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+    if last is None or calls & {"backward", "manual_backward", "step", "grad"}:
+        return None
+    uses = [n for n in ast.walk(cleared.function.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    is_used = any(n.id == last.id and (id(n) in near or n.lineno > last.lineno) for n in uses)
+    passed = [a for n in nodes if isinstance(n, ast.Call) for a in (*n.args, *(k.value for k in n.keywords))]
+    is_passed = any(key_of(a) == cleared.local.optimizer or "scaler" in key_of(a) for a in passed)
+    return None if is_used or is_passed else last
 
 
 def is_trial(trace: Trace, index: int, step: int) -> bool:

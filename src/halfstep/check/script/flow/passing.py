@@ -28,6 +28,7 @@ _SHOWS = regex(
     r"description|^(float|int|str|round|max|min|abs|isinstance|dict|tuple|list|tensor|item|math\.\w+|torch\.(log2?|tensor))$",
     re.IGNORECASE,
 )
+_CONVERTS = regex(r"^(float|max|abs)$")
 _ARITHMETIC = (ast.Mult, ast.Div)
 _SCALED_BY = {"mul_", "div_", "mul", "div", "_foreach_mul_", "_foreach_div_", "multiply_", "divide_"}
 
@@ -77,13 +78,15 @@ def _uses(outline: Outline, name: ast.AST, names: set[str]) -> bool:
     if parent is None or isinstance(parent, (ast.Return, ast.Yield, ast.Lambda)):
         return True
     if isinstance(parent, ast.Call) and name is not parent.func:
+        if _CONVERTS.search(text_of(parent.func)):
+            return _computes(outline.parents.get(parent), parent)  # `norm / max(scale, 1e-12)`
         return not _SHOWS.search(text_of(parent.func))
     if isinstance(parent, ast.Assign) and parent.value is name:
         return not any(key_of(t) in names for t in parent.targets)
     return _computes(parent, name)
 
 
-def _computes(parent: ast.AST, node: ast.AST) -> bool:
+def _computes(parent: ast.AST | None, node: ast.AST) -> bool:
     """Whether an expression multiplies or divides by a part of it."""
     if isinstance(parent, (ast.BinOp, ast.AugAssign)):
         return isinstance(parent.op, _ARITHMETIC)

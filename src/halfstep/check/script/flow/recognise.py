@@ -14,11 +14,12 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
-from halfstep.check.script.objects.modules import WRAPS
+from halfstep.check.script.objects.modules import WRAPS, run_by_call
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Action", "Recogniser"]
@@ -135,9 +136,8 @@ class Recogniser:
         if _OPTIMIZER.search(name):
             return "optimizer"
         if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
-            return (
-                "scaler" if self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml") else ""
-            )
+            is_torch = self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml")
+            return "scaler" if is_torch else ""
         return ""
 
     def _alias(self, key: str, function: Function) -> str:
@@ -218,15 +218,19 @@ class Recogniser:
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
-        is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
-        is_model = is_model or key in {"self", "self.forward"}
+        is_model = self._is_model(key) or key in {"self", "self.forward"}
         owner = key.rpartition(".")[0]
         is_wrapped = _last(key) in {"module", "ema"} and "model" in _last(owner).lower()  # model.module, model_ema.ema
         if key and (is_model or is_wrapped) and (call.args or call.keywords) and not name:
             return Action("forward", subject=key)
+        if (run := run_by_call(self.outline, call, last)) and self._is_model(run):
+            return Action("forward", subject=run)
         if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
             return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
+
+    def _is_model(self, key: str) -> bool:
+        return bool(_MODEL.search(_last(key))) or (_last(key) in self._models_by_use and not _LOSS.search(key))
 
     def _checkpoint(self, call: ast.Call, function: Function) -> Action | None:
         """A function of another file that saves or restores the objects it receives."""
@@ -394,7 +398,3 @@ class Recogniser:
 
     def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return None if self.outline.names.full(call.func) else Action("owned_clip")
-
-
-def _last(key: str) -> str:
-    return key.rsplit(".", 1)[-1]

@@ -19,7 +19,9 @@ _USES = ("scale", "unscale", "scaler_step")
 
 def unbound_scalers(script: Script) -> Iterator[Event]:
     """The first use of each scaler that nothing in the file assigns: a variable, or an attribute of a class of its own."""
-    if script.source.cells or not any(i.full.split(".")[0] == "torch" for i in script.outline.names.imported):
+    if script.source.language == "notebook" or not any(
+        i.full.split(".")[0] == "torch" for i in script.outline.names.imported
+    ):
         return  # a cell may run another notebook, and a fragment shows no imports
     first: dict[tuple[str, str], Event] = {}  # by variable and class
     for event in sorted(script.events(*_USES), key=lambda e: getattr(e.node, "lineno", 0)):

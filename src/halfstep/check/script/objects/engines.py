@@ -36,6 +36,7 @@ __all__ = [
     "loop_class",
     "prepared_for",
     "scaling_accelerator",
+    "scaling_hooks",
 ]
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
@@ -351,10 +352,46 @@ def _local_bases(outline: Outline, name: str) -> set[str]:
 
 
 def _trainer_precisions(script: Script) -> Iterator[str]:
+    for call, function in _trainers(script):
+        absent = "?" if any(k.arg is None for k in call.keywords) else "fp32"
+        yield _precision(script.outline, argument(call, None, "precision"), function, absent)
+
+
+def _trainers(script: Script) -> Iterator[tuple[ast.Call, Function]]:
+    """The calls that create a Trainer of Lightning."""
     for full, sites in script.outline.library_calls.items():
         if full.split(".")[0] in _LIGHTNING_PACKAGES and full.endswith(".Trainer"):
-            for call, function in sites:
-                hidden = any(k.arg is None for k in call.keywords)
-                yield _precision(
-                    script.outline, argument(call, None, "precision"), function, absent="?" if hidden else "fp32"
-                )
+            yield from sites
+
+
+def scaling_hooks(script: Script) -> dict[Function, str]:
+    """The hooks of Lightning in which gradients are still scaled, each with the reason; none unless every Trainer is fp16.
+
+    After a backward they always are. At the end of a batch they are where the batch did not step, because the Trainer
+    accumulates. An option that a configuration may set counts as its default: `config.get("precision", "16-mixed")`.
+    """
+    calls = [call for call, _ in _trainers(script)]
+    precisions = [_with_default(script, call, function, "precision") for call, function in _trainers(script)]
+    if not calls or not all(_NAMES.get(str(value).lower()) == "fp16" for value in precisions):
+        return {}
+    windows = [_with_default(script, c, f, "accumulate_grad_batches") for c, f in _trainers(script)]
+    reasons = {"on_after_backward": ""}
+    if all(isinstance(value, int) and value > 1 for value in windows):
+        reasons["on_train_batch_end"] = f" after a batch without a step (`accumulate_grad_batches={windows[0]}`)"
+    hooks: dict[Function, str] = {}
+    for name, methods in script.outline.classes.items():
+        bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
+        if any(base.endswith(("LightningModule", "Callback")) for base in bases):
+            hooks.update((methods[hook], reason) for hook, reason in reasons.items() if hook in methods)
+    return hooks
+
+
+def _with_default(script: Script, call: ast.Call, function: Function, name: str) -> object:
+    """The value of an argument: a literal, the one literal of a variable, or the default of `config.get(name, default)`."""
+    node = argument(call, None, name)
+    if node is not None and key_of(node) and key_of(node) not in function.params:
+        values = script.outline.values(key_of(node), function)
+        node = values[0] if len(values) == 1 else node
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+        node = argument(node, 1, "default")
+    return constant(node) if node is not None else None

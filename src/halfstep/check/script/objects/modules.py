@@ -11,8 +11,9 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.objects.values import Autocast, autocasts_of, constant, text_of
+from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -24,6 +25,7 @@ __all__ = [
     "is_on",
     "is_on_by_default",
     "regions_in_forward",
+    "run_by_call",
 ]
 
 WRAPS = {
@@ -36,6 +38,10 @@ WRAPS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
 }
 
+# Library functions that run the model they are passed, with its position and its name: those of MONAI.
+_WINDOW = "sliding_window_inference"
+_INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
+_RUNS = ((regex(f"^{_WINDOW}$"), 3, "predictor"), (_INFERER, 1, "network"))
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
 
@@ -55,6 +61,23 @@ def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[s
             classes.setdefault(name, set()).update(d for a in regions_of_forward for d in a.dtypes)
     _add_submodules(outline, classes)
     return {name: frozenset(dtypes) for name, dtypes in classes.items()}
+
+
+def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:
+    """The model that a call runs on its inputs, `sliding_window_inference(x, size, n, model)`; "" if it runs none."""
+    if isinstance(call.func, ast.Call):  # `SlidingWindowInferer(size)(x, model)`
+        last = key_of(call.func.func).rsplit(".", 1)[-1]
+    elif last.endswith("Inferer"):
+        return ""  # the inferer is created
+    for name, position, keyword in _RUNS:
+        if name.search(last) and (model := argument(call, position, keyword)) is not None:
+            return key_of(model)
+    if not _INFERER.search(last) or len(call.args) != 1:
+        return ""
+    # `model_inferer = partial(sliding_window_inference, predictor=model)`, often passed to the function that calls it.
+    partials = [c for c, _ in outline.calls.get("partial", ()) if key_of(argument(c, 0, "")).endswith(_WINDOW)]
+    models = {key_of(argument(c, 4, "predictor")) for c in partials}
+    return models.pop() if len(models) == 1 else ""
 
 
 def regions_in_forward(outline: Outline, model: str, function: Function) -> list[Autocast]:

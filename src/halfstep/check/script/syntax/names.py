@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
 
-__all__ = ["Imported", "Names", "chain", "is_one", "key_of", "read_names"]
+__all__ = ["Imported", "Names", "chain", "is_one", "key_of", "last_name", "read_names"]
 
 _BY_VARIABLE = regex(r"\[(?!['\"]|-?\d)")
 # The names that a star import from these modules binds, as far as rules need them.
@@ -108,6 +108,11 @@ def key_of(node: ast.AST | None) -> str:
             return ""
         node = node.value
     return ""
+
+
+def last_name(key: str) -> str:
+    """The last name of a dotted key: `scaler` of `self.scaler`."""
+    return key.rsplit(".", 1)[-1]
 
 
 def is_one(key: str) -> bool:

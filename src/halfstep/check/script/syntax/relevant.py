@@ -36,7 +36,14 @@ _CRITERION = regex(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is 
 _CREATED = regex(r"(?:BCE|CrossEntropy)Loss\(")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
-_FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
+_FORWARDS = (
+    "model(",
+    "net(",
+    "policy(",
+    ".eval()",
+    "sliding_window_inference(",
+    "nferer(",
+)  # matter only where a region can be around the call
 
 _BREAK = regex(r"\r\n|\r|\n")
 
