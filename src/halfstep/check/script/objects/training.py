@@ -177,7 +177,8 @@ class Training:
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
         """16-bit weights that a transformers or TRL Trainer updates."""
-        runs = self.outline.calls.keys() & {"train", "PPOTrainer"}  # TRL's first PPOTrainer has only `step`
+        names = {self.outline.names.table.get(name, name).rsplit(".", 1)[-1] for name in self.outline.calls}
+        runs = names & {"train", "PPOTrainer"}  # TRL's first PPOTrainer has only `step`
         return tuple(self._unique(self._trainer_ties())) if runs else ()
 
     def _unique(self, ties: Iterator[Trained]) -> Iterator[Trained]:
