@@ -350,3 +350,38 @@ def test_the_output_of_a_language_model_that_is_created_in_16_bits():
     )
     assert places(text) == [(4, "warning")]
     assert places(text.replace("LMHeadModel(", "Backbone(")) == []
+
+
+ELSEWHERE = """\
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+def evaluate(model, loader):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return [model(x).logits for x in loader]
+
+def train(model, loader):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x).logits, y)
+        loss.backward()
+
+def main(loader):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+    {call}
+    evaluate(model, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("train(model, loader)", [(11, "warning")]),
+        ("with torch.autocast('cuda'):\n        train(model, loader)", []),
+        ("with context:\n        train(model, loader)", []),
+        ("run(train, model)", []),
+    ],
+)
+def test_a_region_elsewhere_in_the_file_is_none_around_the_loss(call, expected):
+    """Autocast in the evaluation leaves the loss of the training in 16 bits; one around the call does not."""
+    assert places(ELSEWHERE.format(call=call)) == expected

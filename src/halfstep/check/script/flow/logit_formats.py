@@ -9,7 +9,7 @@ from halfstep.check.script.flow.sources import RESHAPES, element_of, is_move, it
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for, returned_by
 from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype
+from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype, runs_in_autocast
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, cast_formats, conditions_of
 from halfstep.check.script.script import Script
@@ -48,7 +48,7 @@ def logit_formats(
             if formats:
                 return formats
             if node.func.attr in _HEADS:
-                return _head_formats(script, node.func.value, function)
+                return _head_formats(script, node, node.func.value, function)
             if node.func.attr not in RESHAPES and not is_move(outline, node, function):
                 return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
             node = node.func.value
@@ -119,14 +119,14 @@ def _merged(options: list[frozenset[str]]) -> frozenset[str]:
 def _output_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
     """The format of `model(...).logits`, for a model that transformers loads in 16 bits and that runs without autocast."""
     outline = script.outline
-    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
+    if outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
         return _NOTHING
     key = key_of(node)
     if key.isidentifier():
         bindings = latest(outline, key, function, line)
         value = bindings[0].value if bindings and bindings[0].index is None else None
         node = value if value is not None else node
-    if not isinstance(node, ast.Call) or not key_of(node.func):
+    if not isinstance(node, ast.Call) or not key_of(node.func) or runs_in_autocast(script, node, function):
         return _NOTHING
     model = key_of(node.func)
     passed = list(passed_for(outline, model, function)) if model in function.params else []
@@ -151,13 +151,14 @@ def _has_callers(outline: Outline, function: Function) -> bool:
     return any(outline.call_target(call, caller) is function for call, caller in outline.calls.get(function.name, ()))
 
 
-def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+def _head_formats(script: Script, call: ast.Call, model: ast.expr, function: Function) -> frozenset[str]:
     """The format of `model.lm_head(hidden)`: a layer that no framework wraps, in the dtype of the loaded model."""
     outline = script.outline
     created = [call for call, _ in outline.calls.get("Accelerator", ())]
     mixed = any(k.arg in {None, "mixed_precision"} and constant(k.value) != "no" for c in created for k in c.keywords)
     wrapped = outline.names.uses(*(name for name in _FRAMEWORKS if name != "accelerate")) or mixed
-    if script.autocasts or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
+    in_region = runs_in_autocast(script, call, function)
+    if in_region or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
         return _NOTHING
     while (
         isinstance(model, ast.Attribute)
@@ -214,7 +215,7 @@ def _is_language_model(outline: Outline, cast: Cast) -> bool:
 def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
     """The format of `model(...)`, for a model that is cast to 16 bits and whose class, where it is here, casts nothing back."""
     outline = script.outline
-    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or not key_of(call.func):
+    if outline.names.uses(*_FRAMEWORKS) or not key_of(call.func) or runs_in_autocast(script, call, function):
         return _NOTHING
     lineage = script.training.model(call.func, function)
     own = [c for c in lineage.creations if created_classes(outline, c.node)]

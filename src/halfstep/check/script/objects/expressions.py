@@ -184,8 +184,8 @@ def is_adapter_branch(guard: Guard) -> bool:
 
 def has_other_option(text: str) -> bool:
     """Whether a test also holds for a choice without adapters: `"full"` of `mode in ["full", "lora"]`."""
-    subject, found, options = text.partition(" in ")
-    strings = re.findall(r"'([^']*)'", options) if found and not ADAPTER_FLAG.search(subject) else []
+    subject, separator, options = text.partition(" in ")
+    strings = re.findall(r"'([^']*)'", options) if separator and not ADAPTER_FLAG.search(subject) else []
     return any(not ADAPTER_FLAG.search(string) for string in strings)
 
 
