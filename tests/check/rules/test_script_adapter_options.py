@@ -171,3 +171,72 @@ def test_a_loop_that_mentions_no_precision_is_read():
     )
     assert [f.line for f in findings(text, "HS152")] == [3]
     assert findings(text.replace("Meta-Llama-3.1-8B", "gpt2-large"), "HS152") == []
+
+
+LOOP = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def train(args, loader):
+    {load}
+    {adapters}
+    optimizer = torch.optim.AdamW({params})
+    for x in loader:
+        optimizer.zero_grad()
+        loss = model(x).loss
+        loss.backward()
+        optimizer.step()
+
+{run}
+"""
+LOADED = "model = AutoModelForCausalLM.from_pretrained(args.name, dtype=torch.bfloat16)"
+
+
+def loop(load=LOADED, adapters="pass", params="model.parameters()", run="train(args, loader)"):
+    return codes(LOOP.format(load=load, adapters=adapters, params=params, run=run), "HS151")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "expected"),
+    [
+        ("lora = getattr(model, 'lora', None)\n    print(len(lora.A), lora.rank)", ["HS151"]),
+        ("lora = getattr(model, 'lora', None)\n    prepare(model, lora)", []),
+    ],
+)
+def test_a_part_that_is_only_looked_into_attaches_nothing(adapters, expected):
+    """A model with low-rank parts of its own is trained in its dtype; a variable that is passed on may attach adapters."""
+    assert loop(adapters=adapters) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [("['full', 'lora']", ["HS151"]), ("['qlora', 'lora']", [])])
+def test_a_test_for_several_kinds_of_training_may_be_one_without_adapters(options, expected):
+    """`kind in ["full", "lora"]` loads the weights of both; what is frozen for `lora` is trained in full otherwise."""
+    load = f"if args.kind in {options}:\n        {LOADED}"
+    adapters = "if args.kind == 'lora':\n        for p in model.parameters():\n            p.requires_grad = False\n"
+    adapters += "        model = add_lora_layers(model)"
+    assert loop(load=load, adapters=adapters) == expected
+
+
+def test_a_function_that_trains_is_no_adapter_by_its_name():
+    """`train_qlora(args)` gets no model: the calls in it decide."""
+    adapters = "if args.lora:\n        model = get_peft_model(model, config)"
+    run = "def train_qlora(args, loader):\n    train(args, loader)\n\ntrain_qlora(args, loader)"
+    assert loop(adapters=adapters, run=run) == ["HS151"]
+    assert loop(adapters=adapters, run="model = wrap_qlora(model)") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("args.folder / 'model.bin'", ["HS151"]), ("'weights/gold.pt'", ["HS151"]), ("[p.float() for p in weights]", [])],
+)
+def test_a_file_of_weights_is_no_copy_of_them(path, expected):
+    """`master_weights` that is a path names a checkpoint; a list of tensors may be the float32 copies."""
+    assert loop(load=f"master_weights = {path}\n    {LOADED}") == expected
+
+
+@pytest.mark.parametrize(("attached", "expected"), [("model", ["HS151"]), ("head", [])])
+def test_a_model_next_to_the_one_with_adapters_is_trained_in_full(attached, expected):
+    """Adapters of `model` do not change the weights of `head`, which the same optimizer gets."""
+    load = "head = Head().to(torch.bfloat16)\n    model = AutoModelForCausalLM.from_pretrained(args.name)"
+    adapters = f"{attached} = get_peft_model({attached}, config)"
+    assert loop(load=load, adapters=adapters, params="head.parameters()") == expected

@@ -308,3 +308,80 @@ def test_a_call_through_an_object_passes_its_argument():
     )
     (site,) = script(text).outline.calls["forward"]
     assert site.call.keywords[0].value.value is True
+
+
+RETURNED = """\
+import torch
+import torch.nn.functional as F
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+{grad}def unroll(model, hidden, steps):
+    for _ in range(steps):
+        hidden = model.backbone(hidden)
+    logits = model.lm_head(hidden){cast}
+    return logits, steps
+
+def main(loader):
+    model = {model}
+    for x, y in loader:
+        logits, steps = unroll(model, x, 4)
+        loss = F.cross_entropy(logits.view(-1, 9), y)
+        loss.backward()
+"""
+LOADED = "MambaLMHeadModel.from_pretrained('130m', dtype=torch.bfloat16)"
+BUILT = "MambaLMHeadModel(config, dtype=torch.bfloat16)"
+
+
+@pytest.mark.parametrize("model", [LOADED, BUILT])
+@pytest.mark.parametrize(
+    ("cast", "grad", "expected"), [("", "", [(15, "warning")]), (".float()", "", []), ("", "@torch.no_grad()\n", [])]
+)
+def test_logits_among_the_values_that_a_function_returns(model, cast, grad, expected):
+    """A head in 16 bits computes the first element of a tuple, which another function passes to the loss."""
+    text = RETURNED.format(model=model, cast=cast, grad=grad)
+    assert places(text) == expected
+    assert places(text.replace("bfloat16", "float32")) == []
+
+
+def test_the_output_of_a_language_model_that_is_created_in_16_bits():
+    """A class of another library with a dtype returns logits in it, as one that is loaded does."""
+    text = (
+        f"import torch\nimport torch.nn.functional as F\nmodel = {BUILT}\nloss = F.cross_entropy(model(x).logits, y)\n"
+    )
+    assert places(text) == [(4, "warning")]
+    assert places(text.replace("LMHeadModel(", "Backbone(")) == []
+
+
+ELSEWHERE = """\
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+def evaluate(model, loader):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return [model(x).logits for x in loader]
+
+def train(model, loader):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x).logits, y)
+        loss.backward()
+
+def main(loader):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+    {call}
+    evaluate(model, loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("train(model, loader)", [(11, "warning")]),
+        ("with torch.autocast('cuda'):\n        train(model, loader)", []),
+        ("with context:\n        train(model, loader)", []),
+        ("run(train, model)", []),
+    ],
+)
+def test_a_region_elsewhere_in_the_file_is_none_around_the_loss(call, expected):
+    """Autocast in the evaluation leaves the loss of the training in 16 bits; one around the call does not."""
+    assert places(ELSEWHERE.format(call=call)) == expected

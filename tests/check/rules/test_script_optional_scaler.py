@@ -80,3 +80,29 @@ STEP = "self.scaler.step(self.optimizer); self.scaler.update()"
 def test_a_test_of_the_scaler_implies_every_part_of_its_condition(condition, test, expected):
     """`a and b` is tested by the scaler itself, and a setting that raises before is no setting without a scaler."""
     assert ("HS176" in reported(SPLIT.format(condition=condition, test=test))) == expected
+
+
+STORED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda") if args["precision"] == "fp16" else None
+scaled = scaler is not None
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    if scaled:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    if {step}:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("step", "expected"), [("scaled", False), ("loss.isfinite()", True)])
+def test_a_variable_that_stores_the_test_of_the_scaler_is_that_test(step, expected):
+    """`scaled = scaler is not None` decides like the comparison itself."""
+    assert ("HS176" in reported(STORED.format(step=step))) == expected

@@ -311,6 +311,8 @@ def test_float32_on_the_cpu(text, expected):
     assert lines(text, "HS145") == expected
     assert lines(text.replace("(device, ", "('cuda', "), "HS145") == []
     assert lines(text.replace("dtype=dtype", "dtype=dtype, enabled=amp"), "HS145") == []
+    tested = text.replace("dtype=dtype)", "dtype=dtype) if dtype != torch.float32 else nullcontext()")
+    assert lines(tested, "HS145") == []
 
 
 def test_float32_on_the_cpu_from_a_function():

@@ -300,3 +300,33 @@ def test_a_scaler_that_is_only_saved_is_unused(use, expected):
         f"    optimizer.step()\n    optimizer.zero_grad()\n    {use}\n"
     )
     assert [f.code for f in findings(text, "HS122")] == expected
+
+
+GUARDED_REGION = """\
+import torch
+
+class Amp:
+    def __init__(self, config):
+        self.config = config
+        self.scaler = None
+        if config.active:
+            self.scaler = torch.amp.GradScaler("cuda", enabled=self.config.active)
+        self.dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+
+    def step(self, model, optimizer, x):
+        optimizer.zero_grad()
+        if self.config.{switch}:
+            with torch.autocast("cuda", dtype=self.dtype):
+                loss = model(x)
+        else:
+            loss = model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(("switch", "expected"), [("active", 1), ("other", 0)])
+def test_the_condition_around_a_region_switches_it_like_its_flag(switch, expected):
+    """A scaler with the flag of the branch that enters autocast is on for either dtype."""
+    assert len(findings(GUARDED_REGION.format(switch=switch), "HS120")) == expected

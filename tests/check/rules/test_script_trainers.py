@@ -259,3 +259,20 @@ def test_adapters_of_another_model_leave_this_one_trained_in_full(changes, expec
     """A file may train one model in full and adapters of another."""
     text = TWO_STAGES.format(**STAGE | changes)
     assert [f.line for f in findings(text, "HS277")] == expected
+
+
+RENAMED = """\
+import torch
+from transformers import AutoModelForCausalLM
+from trl import PPOConfig, PPOTrainer{alias}
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16)
+trainer = {name}(PPOConfig(learning_rate=1e-5), model, None, tokenizer)
+for batch in loader:
+    trainer.step(*batch)
+"""
+
+
+@pytest.mark.parametrize(("alias", "name"), [("", "PPOTrainer"), (" as TRLTrainer", "TRLTrainer"), (" as PPO", "PPO")])
+def test_a_trainer_under_another_name_is_that_trainer(alias, name):
+    """The import decides which class it is, and so where its model stands."""
+    assert [f.code for f in findings(RENAMED.format(alias=alias, name=name), "HS277")] == ["HS277"]

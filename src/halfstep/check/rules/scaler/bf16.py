@@ -164,7 +164,7 @@ class ScalerWithBf16(ScriptRule):
                 _FORMAT.search(text_of(f)) for f in (*flags, *scaler.node.keywords)
             )
             switches = {scaler.enabled, *map(text_of, flags)}
-            together = scaler.enabled == "yes" or all(a.enabled in switches for a in either)
+            together = scaler.enabled == "yes" or all(_is_entered_with(script, a, switches) for a in either)
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
             # Replaced by None, or switched by a flag of its own; on another device it is another object.
@@ -239,6 +239,12 @@ def _enabled_when(scaler: Scaler) -> str:
     if scaler.enabled == "yes":
         return "the scaler is always enabled, and autocast, where it is not float32,"
     return f"the scaler is enabled when `{scaler.enabled}`, and autocast then"
+
+
+def _is_entered_with(script: Script, region: Autocast, switches: set[str]) -> bool:
+    """Whether the flag of a scaler enables a region, or is the condition around it: `if use: with autocast(dtype): ...`."""
+    around = {text for text, is_true in conditions_of(script.outline, region.node) if is_true}
+    return region.enabled in switches or bool(around & switches)
 
 
 def _is_first_none(script: Script, value: ast.expr) -> bool:

@@ -265,7 +265,8 @@ class AutocastDtype(ScriptRule):
             return False
         around = [text_of(n.test) for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp)]
         function = next((f for c, f in script.outline.calls.get("autocast", ()) if c is region.node), None)
-        tested = any("cuda" in test or "cpu" in test or "device" in test for test in around)
+        dtype = text_of(region.dtype_node)  # `autocast(device, dtype) if dtype != torch.float32 else nullcontext()`
+        tested = any(word in test for test in around for word in ("cuda", "cpu", "device", dtype))
         return function is not None and not tested and is_float32_on_cpu(script.outline, region.dtype_node, function)
 
 

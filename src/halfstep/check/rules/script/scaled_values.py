@@ -23,10 +23,11 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks
-from halfstep.check.script.objects.tensors import grad_of, reads_gradients
+from halfstep.check.script.objects.tensors import grad_of, is_gradient, reads_gradients
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -195,12 +196,12 @@ def _only_normalizes(script: Script, event: Event) -> bool:
     """Whether a norm only divides gradients, as in adversarial training: the scale cancels in `grad / grad.norm()`."""
     statement = script.statement(event.node)
     if not isinstance(statement, ast.Assign) or statement.value is not event.node:
-        return _divides_gradient(script, event.node)
+        return _divides_gradient(script, event.node, event.function)
     name = key_of(statement.targets[0])
     scope = event.function.node
     uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     uses = [n for n in uses if not isinstance(_outside_arithmetic(script, n), (ast.Compare, ast.Call))]
-    return bool(uses) and all(_divides_gradient(script, n) for n in uses)
+    return bool(uses) and all(_divides_gradient(script, n, event.function) for n in uses)
 
 
 def _outside_arithmetic(script: Script, node: ast.AST) -> ast.AST | None:
@@ -211,14 +212,15 @@ def _outside_arithmetic(script: Script, node: ast.AST) -> ast.AST | None:
     return parent if is_test or is_zero else None
 
 
-def _divides_gradient(script: Script, node: ast.AST) -> bool:
+def _divides_gradient(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a number, perhaps with a small constant added, is the divisor of a gradient."""
     parent = script.outline.parents.get(node)
     while isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
         node, parent = parent, script.outline.parents.get(parent)
     if not isinstance(parent, ast.BinOp) or not isinstance(parent.op, ast.Div) or parent.right is not node:
         return False
-    return any(grad_of(part) for part in ast.walk(parent.left) if isinstance(part, ast.expr))
+    parts = (part for part in ast.walk(parent.left) if isinstance(part, ast.expr))
+    return any(is_gradient(script.outline, part, function) for part in parts)
 
 
 def _read(event: Event) -> str:

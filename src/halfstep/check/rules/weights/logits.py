@@ -18,6 +18,7 @@ from halfstep.check.script.objects.outputs import (
     in_no_grad,
     leaves_autocast,
     leaves_engine,
+    runs_in_autocast,
 )
 from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, text_of
 from halfstep.check.script.objects.weights import base_of
@@ -222,8 +223,7 @@ def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> boo
 
 def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a `with` around a node may enter autocast, or whether a function may be called from inside one."""
-    inside = isinstance(function.node, (ast.FunctionDef, ast.AsyncFunctionDef)) and bool(script.autocasts)
-    return inside or with_autocast(script, node, function)
+    return runs_in_autocast(script, node, function) or with_autocast(script, node, function)
 
 
 def with_autocast(script: Script, node: ast.AST, function: Function) -> bool:

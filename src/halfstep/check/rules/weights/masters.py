@@ -12,13 +12,13 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
 from halfstep.check.script.objects.chosen import dtype_values
-from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.trainers import has_plugin
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, Lineage, asks_for_adapters, conditions_of
+from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import default_of

@@ -130,10 +130,16 @@ class Conditions:
         return self.window(test) or key
 
     def _created_if(self, test: ast.expr) -> ast.expr | None:
-        """The condition under which a variable is not None: `amp` for `scaler = GradScaler() if amp else None`."""
+        """The condition that a variable is not None, or that it stores: `amp` for `scaler = GradScaler() if amp else None`.
+
+        Of `has_scaler = scaler is not None`, that comparison.
+        """
         key = key_of(test)
         bindings = self.outline.lookup(key, self.function) if key and key not in self._followed else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        if isinstance(value, ast.Compare) and len(value.ops) == 1 and isinstance(value.ops[0], (ast.Is, ast.IsNot)):
+            is_none = isinstance(value.comparators[0], ast.Constant) and value.comparators[0].value is None
+            return value if is_none and key_of(value.left) else None
         if not isinstance(value, ast.IfExp) or not isinstance(value.orelse, ast.Constant):
             return None
         return value.test if value.orelse.value is None else None

@@ -7,9 +7,9 @@ import ast
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import RESHAPES, element_of, is_move, iterated, keeps_format, latest
 from halfstep.check.script.objects.checkpoints import stored_low
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for, returned_by
 from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype
+from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype, runs_in_autocast
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, cast_formats, conditions_of
 from halfstep.check.script.script import Script
@@ -23,6 +23,8 @@ MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 _HEADS = frozenset({"lm_head", "output_head"})
+_CREATED = {"load", "checkpoint", "constructor"}  # how a language model comes into a script
+_LANGUAGE_MODEL = regex(r"(ForCausalLM|LMHeadModel|ModelLM)(\.\w+)?$")
 # A cast there is for something else than training.
 _ASIDE = regex(r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|convert|debug")
 _NOTHING: frozenset[str] = frozenset()
@@ -46,12 +48,12 @@ def logit_formats(
             if formats:
                 return formats
             if node.func.attr in _HEADS:
-                return _head_formats(script, node.func.value, function)
+                return _head_formats(script, node, node.func.value, function)
             if node.func.attr not in RESHAPES and not is_move(outline, node, function):
-                return _called_formats(script, node, function)
+                return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
             node = node.func.value
         elif isinstance(node, ast.Call):
-            return _called_formats(script, node, function)
+            return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
         elif isinstance(node, ast.Attribute) and node.attr == "logits":
             return _output_formats(script, node.value, function, line)
         elif isinstance(node, ast.Subscript) and constant(node.slice) == "logits":
@@ -84,9 +86,28 @@ def _assigned_formats(script: Script, binding: Binding, function: Function, dept
     value = rows if rows is not None else element_of(binding)
     is_call = isinstance(value, ast.Call) and value is binding.value
     is_first = binding.index in {None, 0} or "logit" in binding.key or rows is not None or not is_call
+    if is_call and isinstance(value, ast.Call) and binding.index is not None:
+        formats = _returned_formats(script, value, function, binding.index, depth)
+        if formats:
+            return formats
     if value is None or not is_first:
         return _NOTHING
     return logit_formats(script, value, function, getattr(binding.node, "lineno", 0), depth)
+
+
+def _returned_formats(
+    script: Script, call: ast.Call, function: Function, index: int | None, depth: int
+) -> frozenset[str]:
+    """The format of what a function of this file returns, or of one element of the tuple that it returns."""
+    target = script.outline.call_target(call, function)
+    if target is None or target is function or target.name == "__init__" or not depth:
+        return _NOTHING
+    values = list(returned_by(target))
+    if index is not None:
+        values = [v.elts[index] for v in values if isinstance(v, ast.Tuple) and index < len(v.elts)]
+    if not values or any(in_no_grad(script, value) for value in values):
+        return _NOTHING
+    return _merged([logit_formats(script, value, target, value.lineno, depth - 1) for value in values[:MAX_STEPS]])
 
 
 def _merged(options: list[frozenset[str]]) -> frozenset[str]:
@@ -98,14 +119,14 @@ def _merged(options: list[frozenset[str]]) -> frozenset[str]:
 def _output_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
     """The format of `model(...).logits`, for a model that transformers loads in 16 bits and that runs without autocast."""
     outline = script.outline
-    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
+    if outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
         return _NOTHING
     key = key_of(node)
     if key.isidentifier():
         bindings = latest(outline, key, function, line)
         value = bindings[0].value if bindings and bindings[0].index is None else None
         node = value if value is not None else node
-    if not isinstance(node, ast.Call) or not key_of(node.func):
+    if not isinstance(node, ast.Call) or not key_of(node.func) or runs_in_autocast(script, node, function):
         return _NOTHING
     model = key_of(node.func)
     passed = list(passed_for(outline, model, function)) if model in function.params else []
@@ -130,13 +151,14 @@ def _has_callers(outline: Outline, function: Function) -> bool:
     return any(outline.call_target(call, caller) is function for call, caller in outline.calls.get(function.name, ()))
 
 
-def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+def _head_formats(script: Script, call: ast.Call, model: ast.expr, function: Function) -> frozenset[str]:
     """The format of `model.lm_head(hidden)`: a layer that no framework wraps, in the dtype of the loaded model."""
     outline = script.outline
     created = [call for call, _ in outline.calls.get("Accelerator", ())]
     mixed = any(k.arg in {None, "mixed_precision"} and constant(k.value) != "no" for c in created for k in c.keywords)
     wrapped = outline.names.uses(*(name for name in _FRAMEWORKS if name != "accelerate")) or mixed
-    if script.autocasts or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
+    in_region = runs_in_autocast(script, call, function)
+    if in_region or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
         return _NOTHING
     while (
         isinstance(model, ast.Attribute)
@@ -157,7 +179,7 @@ def _loaded_formats(script: Script, model: ast.expr, function: Function, *, is_a
         bases = [_loaded_formats(script, c.node.args[0], c.function, is_adapted=True) for c in wrapped]
         return _merged(bases)
     # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
-    loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
+    loads = [c for c in lineage.casts if c.form in _CREATED and _is_language_model(outline, c)]
     casts = [c for c in lineage.casts if c.form == "cast"]
     is_open = lineage.is_restored or _is_prepared(outline, lineage)
     if not loads or is_open or len(lineage.casts) != len(loads) + len(casts):
@@ -186,14 +208,14 @@ def _is_prepared(outline: Outline, lineage: Lineage) -> bool:
 
 
 def _is_language_model(outline: Outline, cast: Cast) -> bool:
-    name = text_of(cast.node.func)
-    return outline.names.full(cast.node.func).startswith("transformers.") or "ForCausalLM." in name
+    is_library = outline.names.full(cast.node.func).startswith("transformers.") and cast.form != "constructor"
+    return is_library or bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
 
 
 def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
     """The format of `model(...)`, for a model that is cast to 16 bits and whose class, where it is here, casts nothing back."""
     outline = script.outline
-    if script.autocasts or outline.names.uses(*_FRAMEWORKS) or not key_of(call.func):
+    if outline.names.uses(*_FRAMEWORKS) or not key_of(call.func) or runs_in_autocast(script, call, function):
         return _NOTHING
     lineage = script.training.model(call.func, function)
     own = [c for c in lineage.creations if created_classes(outline, c.node)]

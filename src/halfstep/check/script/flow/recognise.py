@@ -16,7 +16,7 @@ from halfstep.check.script.objects.expressions import arguments_of, first_key, h
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
 from halfstep.check.script.objects.modules import WRAPS, run_by_call
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
-from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
+from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.names import last_name as _last
@@ -185,7 +185,7 @@ class Recogniser:
                 if action is not None:
                     return action
             is_added = func.attr in {"add_", "sub_"} and any(map(adds_unscaled, arguments_of(call)))
-            if grad_of(func.value) and (func.attr in _READS or is_added):
+            if (func.attr in _READS or is_added) and is_gradient(self.outline, func.value, function):
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
@@ -209,7 +209,7 @@ class Recogniser:
             return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
         if name == "torch.autograd.grad":
             return Action("autograd_grad")
-        if reads_gradients(call, name, last):
+        if reads_gradients(self.outline, call, function, name, last):
             return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")

@@ -14,17 +14,11 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none, passed_for
+from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import (
-    ADAPTER_FLAG,
-    Cast,
-    Lineage,
-    VariableCast,
-    asks_for_adapters,
-    cast_formats,
-    conditions_of,
-)
+from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -39,6 +33,7 @@ _ATTACHES_NOTHING = regex(
     r"^_*(make|create|build|get|load|read|default)_\w*config$"
 )
 _ENUMS = {"TaskType", "PeftType"}  # arguments of a configuration
+_SHOWS = {"len", "print", "isinstance", "hasattr", "str", "bool"}  # change nothing
 
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
 _FLAG = regex(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
@@ -79,7 +74,11 @@ def adapter_use(outline: Outline) -> str:
         return "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    sites = [site for site in sites if not _is_merged(outline, site.call, site.function)]
+    sites = [
+        site
+        for site in sites
+        if not _is_merged(outline, site.call, site.function) and not _runs_script(outline, site.call, site.function)
+    ]
     guards = [conditions_of(outline, call) for call, _ in sites]
     conditional = [
         asks_for_adapters(_decisive(own, guards)) or _in_helper(function) or _may_return_early(outline, call, function)
@@ -198,11 +197,25 @@ def _is_merged(outline: Outline, call: ast.Call, function: Function) -> bool:
     return any(owner is call or (key_of(owner) in names and owner.lineno > call.lineno) for owner in owners)
 
 
+def _runs_script(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a call runs a function of this file without a model, and ignores its result: `train_qlora(args)`.
+
+    What that function does is counted where it does it.
+    """
+    target = outline.call_target(call, function)
+    if target is None or target.method or not isinstance(outline.parents.get(call), ast.Expr):
+        return False
+    inside = any(
+        site.function is target for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)
+    )
+    return not inside and not any(is_model_name(key_of(v)) for v in (*call.args, *(k.value for k in call.keywords)))
+
+
 def _is_used(outline: Outline, name: str) -> bool:
     """Whether a name that is read is about adapters, other than a configuration that nothing reads."""
     if not _ADAPTERS.search(name) and not _ADAPTERS.search(outline.names.table.get(name, "")):
         return False
-    if name in _ENUMS:
+    if name in _ENUMS or (name in outline.bindings and not _is_passed_on(outline, name)):
         return False
     sites = outline.calls.get(name, ()) if name.endswith("Config") else ()
     if not sites or len(sites) < outline.loads[name]:
@@ -210,6 +223,19 @@ def _is_used(outline: Outline, name: str) -> bool:
     statements = [outline.parents.get(site.call) for site in sites]
     targets = [key_of(t) for s in statements for t in (s.targets if isinstance(s, ast.Assign) else ())]
     return len(targets) < len(sites) or any(not t or t.rsplit(".", 1)[-1] in outline.loads for t in targets)
+
+
+def _is_passed_on(outline: Outline, name: str) -> bool:
+    """Whether a variable is used as a whole; `lora.A.values()` only looks into a part that a model has already."""
+    for node in ast.walk(outline.module.node):
+        is_read = isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
+        if not is_read or name not in {getattr(node, "id", ""), getattr(node, "attr", "")}:
+            continue
+        parent = outline.parents.get(node)
+        is_shown = isinstance(parent, ast.Call) and key_of(parent.func) in _SHOWS
+        if not is_shown and not isinstance(parent, (ast.Attribute, ast.Compare, ast.FormattedValue)):
+            return True
+    return False
 
 
 def _is_loaded_instead(outline: Outline, value: ast.expr, attached: list[tuple[Guard, ...]]) -> bool:

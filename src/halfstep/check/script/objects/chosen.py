@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import strings_of
-from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.expressions import conditions_of, is_adapter_branch
 from halfstep.check.script.objects.formats import assigned, returned_by, table_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, constant, text_of
-from halfstep.check.script.objects.weights import Cast, is_adapter_branch
+from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 

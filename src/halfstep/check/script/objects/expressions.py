@@ -1,4 +1,4 @@
-"""What an expression contains (a loss scale, a variable), and the conditions around it."""
+"""What an expression contains (a loss scale, a variable), and the conditions around it, such as those that select adapters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "ADAPTER_FLAG",
     "arguments_of",
     "arms_of",
+    "asks_for_adapters",
     "conditions_of",
     "entries_of",
     "first_key",
     "hand_scaled",
+    "has_other_option",
+    "is_adapter_branch",
     "models_in",
     "numerator",
     "options_of",
@@ -25,6 +29,8 @@ __all__ = [
     "unwrap",
 ]
 
+_IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
+ADAPTER_FLAG = regex(rf"lora|dora|hqq|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
 
@@ -167,3 +173,21 @@ def _guard(test: ast.expr, is_true: bool) -> Guard:
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, is_true = test.operand, not is_true
     return Guard(text_of(test), is_true)
+
+
+def is_adapter_branch(guard: Guard) -> bool:
+    """Whether a condition selects adapters or quantization: `args.lora`, and `args.full_finetune` where it is false."""
+    asked = bool(ADAPTER_FLAG.search(guard.text)) and not has_other_option(guard.text)
+    return asked and guard.is_true is not bool(re.search(_IN_FULL, guard.text, re.IGNORECASE))
+
+
+def has_other_option(text: str) -> bool:
+    """Whether a test also holds for a choice without adapters: `"full"` of `mode in ["full", "lora"]`."""
+    subject, separator, options = text.partition(" in ")
+    strings = re.findall(r"'([^']*)'", options) if separator and not ADAPTER_FLAG.search(subject) else []
+    return any(not ADAPTER_FLAG.search(string) for string in strings)
+
+
+def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
+    """Whether one of these conditions is about adapters or quantization."""
+    return any(ADAPTER_FLAG.search(text) for text, _ in guards)

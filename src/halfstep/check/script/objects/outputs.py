@@ -20,7 +20,16 @@ from halfstep.check.script.syntax.scope import CallSite, default_of
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["MODEL_NAME", "Exit", "called_in_autocast", "in_no_grad", "keeps_dtype", "leaves_autocast", "leaves_engine"]
+__all__ = [
+    "MODEL_NAME",
+    "Exit",
+    "called_in_autocast",
+    "in_no_grad",
+    "keeps_dtype",
+    "leaves_autocast",
+    "leaves_engine",
+    "runs_in_autocast",
+]
 
 MAX_CALLS = 4  # functions between the output of a model and its loss
 _CASTS = regex(r"float\(|float32|fp32|softmax|upcast|\.double\(")
@@ -31,6 +40,9 @@ MODEL_NAME = regex(
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
 _ENGINE_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+_OTHER_CONTEXT = regex(
+    r"no_grad|enable_grad|set_grad|inference_mode|record_function|profile|torch\.device|no_sync|tqdm|open\(|staticmethod"
+)
 _PRODUCT = regex(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 # These cast the output of a model that they wrap back to float32, or open regions of their own.
@@ -50,6 +62,12 @@ class Exit(NamedTuple):
 
 def in_no_grad(script: Script, node: ast.AST) -> bool:
     """Whether a `with` or a decorator around a node turns gradients off."""
+    contexts = _contexts_around(script, node)
+    return any(re.search(r"no_grad|inference_mode", ast.unparse(context)) for context in contexts)
+
+
+def _contexts_around(script: Script, node: ast.AST) -> list[ast.expr]:
+    """The contexts of every `with` around a node, and the decorators of its functions."""
     contexts: list[ast.expr] = []
     parent = script.outline.parents.get(node)
     while parent is not None:
@@ -58,7 +76,7 @@ def in_no_grad(script: Script, node: ast.AST) -> bool:
         elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
             contexts += parent.decorator_list
         parent = script.outline.parents.get(parent)
-    return any(re.search(r"no_grad|inference_mode", ast.unparse(context)) for context in contexts)
+    return contexts
 
 
 def keeps_dtype(script: Script, creation: Creation) -> bool:
@@ -186,6 +204,25 @@ def called_in_autocast(script: Script, function: Function, depth: int = 3) -> bo
             if caller is not function and depth and called_in_autocast(script, caller, depth - 1):
                 return True
     return False
+
+
+def runs_in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+    """Whether a region may be active where a node runs: around it, around a call of its function, or in a context not known."""
+    if not script.autocasts:
+        return False
+    calls = [call for call, _ in script.outline.calls.get(function.name, ())]
+    contexts = [context for part in (node, *calls) for context in _contexts_around(script, part)]
+    if any(map(_may_autocast, contexts)) or called_in_autocast(script, function):
+        return True
+    # Another file may call the function inside a region, unless it opens its own.
+    is_called = isinstance(function.node, ast.Module) or bool(calls)
+    own = {part for part in ast.walk(function.node) if isinstance(part, ast.Call)} if not is_called else set()
+    return not is_called and not any(region.node in own for region in script.autocasts)
+
+
+def _may_autocast(context: ast.expr) -> bool:
+    """Whether a context may be a region: any but those of gradients, devices and time."""
+    return not _OTHER_CONTEXT.search(ast.unparse(context))
 
 
 def _leaves_before_call(script: Script, name: str, function: Function, depth: int) -> Exit | None:

@@ -1,20 +1,29 @@
-"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills."""
+"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills; copies of them."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from halfstep.check.regex import regex
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_model_name", "owners_of"]
+__all__ = ["is_model_name", "mentions_masters", "owners_of"]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
+_MASTERS = regex(
+    r"master_?(weight|param|copy|copies|dtype|grad|fp32|model)|fp32_(master|param|copy|copies|weight|group|from)|"
+    r"params?_(fp32|master)|FP16_?Optimizer|(?-i:^amp_C$)|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
+    r"cast_training_params|upcast_trainable",
+    re.IGNORECASE,
+)
+_PATH = regex(r"^(pathlib\.)?Path\(|^os\.path\.|/ f?['\"]|^f?['\"].*(/|\.(pth?|bin|ckpt|safetensors))['\"]?")
+_is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 
 
 def owners_of(
@@ -106,3 +115,21 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
 def is_model_name(key: str) -> bool:
     """Whether a variable's name is that of a model."""
     return bool(re.search(r"model|net|unet|transformer|policy|actor|critic|backbone|encoder|decoder", key.lower()))
+
+
+def mentions_masters(outline: Outline) -> bool:
+    """Whether a name of the script is about float32 master weights, or about rounding that needs none."""
+    names = [name for name in (*outline.loads, *outline.bindings) if _is_master(name)]
+    names = [name for name in names if not _is_path(outline, name)]
+    sites = [site.call for name in names if name.startswith("AnyPrecision") for site in outline.calls.get(name, ())]
+    # Without Kahan summation, torchdistX's AnyPrecisionAdamW only stores its moments in 16 bits.
+    plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]
+    if sites and all(plain):
+        names = [name for name in names if not name.startswith("AnyPrecision")]
+    return bool(names)
+
+
+def _is_path(outline: Outline, name: str) -> bool:
+    """Whether a variable is only ever a file name: `master_weights = folder / "model.bin"`."""
+    values = [binding.value for binding in outline.bindings.get(name, ())]
+    return bool(values) and all(value is not None and _PATH.search(ast.unparse(value)) for value in values)

@@ -6,8 +6,9 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["grad_of", "reads_gradients", "tensor_of"]
+__all__ = ["adds_unscaled", "grad_of", "is_gradient", "reads_gradients", "tensor_of"]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
 _READS = {
@@ -43,14 +44,52 @@ def grad_of(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
+def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether an expression is a gradient, also through a variable: `g = p.grad.detach()`, `for g in grads`."""
+    inner = tensor_of(node)
+    if not isinstance(inner, ast.Name):
+        return grad_of(inner)
+    bindings = [b for b in outline.lookup(inner.id, function) if b.function is function]
+    if not bindings:
+        return any(_are_gradients(outline, source, function) for source in _sources_around(outline, inner))
+    loops = [b.node for b in bindings if isinstance(b.node, ast.For)]
+    values = [b.value for b in bindings if b.value is not None and b.index is None and not isinstance(b.node, ast.For)]
+    arms = [
+        arm for value in values for arm in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
+    ]
+    known = [grad_of(arm) for arm in arms if not (isinstance(arm, ast.Constant) and arm.value is None)]
+    known += [_are_gradients(outline, loop.iter, function) for loop in loops if isinstance(loop.target, ast.Name)]
+    return bool(known) and all(known) and len(values) + len(loops) == len(bindings)
+
+
+def _sources_around(outline: Outline, name: ast.Name) -> list[ast.expr]:
+    """What a comprehension around a variable takes it from."""
+    parent = outline.parents.get(name)
+    while parent is not None and not isinstance(parent, ast.stmt):
+        for loop in getattr(parent, "generators", ()):
+            if isinstance(loop.target, ast.Name) and loop.target.id == name.id:
+                return [loop.iter]
+        parent = outline.parents.get(parent)
+    return []
+
+
+def _are_gradients(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether an expression is a list of gradients: `[p.grad for p in params]`."""
+    options = [node]
+    if isinstance(node, ast.Name):
+        options = [b.value for b in outline.lookup(node.id, function) if b.function is function and b.value is not None]
+    lists = [option for option in options if isinstance(option, (ast.ListComp, ast.GeneratorExp))]
+    return bool(lists) and len(lists) == len(options) and all(grad_of(option.elt) for option in lists)
+
+
 def adds_unscaled(value: ast.AST) -> bool:
     """Whether a value that is added to a gradient has no loss scale: noise, or the decay of a weight."""
     return bool(_UNSCALED.search(ast.unparse(value)))
 
 
-def reads_gradients(call: ast.Call, name: str, last: str) -> bool:
+def reads_gradients(outline: Outline, call: ast.Call, function: Function, name: str, last: str) -> bool:
     """Whether a call of a function, not of a method, computes a norm of gradients."""
     if last in _READS and name.startswith("torch."):
-        return bool(call.args) and grad_of(call.args[0])
+        return bool(call.args) and is_gradient(outline, call.args[0], function)
     is_function = isinstance(call.func, ast.Name) or bool(name)
     return is_function and bool(call.args) and bool(_GRAD_NORM.match(last))

@@ -52,7 +52,13 @@ def is_trainer(outline: Outline, name: str) -> bool:
     values = [b.value for b in outline.bindings.get(name, ()) if b.index is None]
     arms = [key_of(arm) for value in values if value is not None for arm in arms_of(value)]
     is_variable = bool(arms) and None not in values and all(arm.endswith("Trainer") for arm in arms)
-    return name.endswith("Trainer") or is_variable or any(text_of(base).endswith("Trainer") for base in bases)
+    imported = outline.names.table.get(name, "")  # `from trl import PPOTrainer as PPO`
+    return (
+        name.endswith("Trainer")
+        or imported.endswith("Trainer")
+        or is_variable
+        or any(text_of(base).endswith("Trainer") for base in bases)
+    )
 
 
 def has_plain_trainer(outline: Outline) -> bool:
@@ -72,15 +78,14 @@ def has_plugin(outline: Outline) -> bool:
 
 def model_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.expr | None:
     """The model that a Trainer updates; TRL's PPOTrainer(config, model, ...) expects it second."""
-    name = text_of(trainer.func).rsplit(".", 1)[-1]
-    position = 1 if name == "PPOTrainer" else 0
+    position = 1 if _class_name(outline, trainer) == "PPOTrainer" else 0
     node = argument(trainer, position, "model") or argument(trainer, None, "policy") or initialized(trainer)
     return node or keyword_of(outline, trainer, function, "model", "policy")  # `Trainer(**options)`
 
 
 def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.Call | None:
     """The call that creates a Trainer's arguments, if there is one in this file."""
-    is_ppo = text_of(trainer.func).rsplit(".", 1)[-1] == "PPOTrainer"
+    is_ppo = _class_name(outline, trainer) == "PPOTrainer"
     node = argument(trainer, 0 if is_ppo else 1, "args") or keyword_of(outline, trainer, function, "args", "config")
     pending = [(node, function)]
     visited: set[tuple[str, Function]] = set()
@@ -178,6 +183,11 @@ def _is_off_by_default(outline: Outline, value: ast.expr | None, function: Funct
             default = argument(call, None, "default")
             return default is None or constant(default) is None
     return bool(fields := field_defaults(outline, value.attr)) and all(constant(f) is None for f in fields)
+
+
+def _class_name(outline: Outline, trainer: ast.Call) -> str:
+    """The name of a Trainer in its library, whatever it is imported as."""
+    return (outline.names.full(trainer.func) or text_of(trainer.func)).rsplit(".", 1)[-1]
 
 
 def _last_name(func: ast.expr) -> str:

@@ -10,17 +10,23 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
-from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.expressions import (
+    arms_of,
+    asks_for_adapters,
+    conditions_of,
+    has_other_option,
+    is_adapter_branch,
+)
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, keeps_low, trains_part_of
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
 from halfstep.check.script.objects.loading import loading_options
-from halfstep.check.script.objects.parameters import is_model_name, owners_of
+from halfstep.check.script.objects.parameters import is_model_name, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
@@ -36,10 +42,7 @@ from halfstep.check.script.objects.weights import (
     Cast,
     Lineage,
     VariableCast,
-    asks_for_adapters,
     casts_in,
-    conditions_of,
-    is_adapter_branch,
     trace_model,
 )
 from halfstep.check.script.syntax.names import key_of
@@ -54,15 +57,6 @@ _PLAIN = (
     "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
 )  # fmt: skip
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
-_MASTERS = regex(
-    r"master_?(weight|param|copy|copies|dtype|grad|fp32|model)|fp32_(master|param|copy|copies|weight|group|from)|"
-    r"params?_(fp32|master)|FP16_?Optimizer|(?-i:^amp_C$)|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
-    r"cast_training_params|upcast_trainable",
-    re.IGNORECASE,
-)
-
-
-_is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
 _READS = regex(r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)", re.IGNORECASE)  # changes nothing
@@ -120,13 +114,7 @@ class Training:
     def has_masters(self) -> bool:
         """Whether the script mentions float32 master weights, or an engine that keeps them."""
         outline = self.outline
-        names = [name for name in (*outline.loads, *outline.bindings) if _is_master(name)]
-        sites = [site.call for name in names if name.startswith("AnyPrecision") for site in outline.calls.get(name, ())]
-        # Without Kahan summation, torchdistX's AnyPrecisionAdamW only stores its moments in 16 bits.
-        plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]
-        if sites and all(plain):
-            names = [name for name in names if not name.startswith("AnyPrecision")]
-        if names or has_plugin(outline):
+        if mentions_masters(outline) or has_plugin(outline):
             return True
         packages = [full for full in outline.names.table.values() if not full.startswith(_LOADS_DATA)]
         return any(full.partition(".")[0] in _OWNS_TRAINING for full in packages)
@@ -186,7 +174,8 @@ class Training:
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
         """16-bit weights that a transformers or TRL Trainer updates."""
-        runs = self.outline.calls.keys() & {"train", "PPOTrainer"}  # TRL's first PPOTrainer has only `step`
+        names = {self.outline.names.table.get(name, name).rsplit(".", 1)[-1] for name in self.outline.calls}
+        runs = names & {"train", "PPOTrainer"}  # TRL's first PPOTrainer has only `step`
         return tuple(self._unique(self._trainer_ties())) if runs else ()
 
     def _unique(self, ties: Iterator[Trained]) -> Iterator[Trained]:
@@ -197,13 +186,14 @@ class Training:
                 yield tie
 
     def _optimizer_ties(self, *, in_full: bool) -> Iterator[Trained]:
-        """The ties of optimizers; with adapters only of models all of whose parameters a loop enables."""
+        """The ties of optimizers; with adapters only of models that have none, or all of whose parameters a loop enables."""
         tied: set[ast.AST] = set()
         assumed = () if self.optimizers else self._factories
         for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
+                is_whole = is_whole or is_attached_elsewhere(self.outline, lineage, call)
                 if is_whole and not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
@@ -297,7 +287,11 @@ class Training:
         if trains_part_of(lineage, self._enabled_parts):
             return False
         loops = [loop for loop, function in self._freezing_loops if freezes(lineage, loop, function)]
-        return not all(lineage.is_frozen_by_option(loop) for loop in loops)
+        return not all(self._is_of_adapters(loop) or lineage.is_frozen_by_option(loop) for loop in loops)
+
+    def _is_of_adapters(self, loop: ast.For) -> bool:
+        """Whether a loop freezes a model only where an option attaches adapters to it."""
+        return self.adapters == "optional" and any(map(is_adapter_branch, conditions_of(self.outline, loop)))
 
     @cached_property
     def _enabled_parts(self) -> tuple[tuple[str, Function], ...]:
@@ -318,7 +312,8 @@ class Training:
             return False
         if any(map(is_adapter_branch, here)):
             return False  # the branch that attaches an adapter
-        if any(is_true and _ASIDE.search(text.lower()) for text, is_true in here if (text, is_true) not in there):
+        own = [text for text, is_true in here if is_true and (text, is_true) not in there]
+        if any(_ASIDE.search(text.lower()) and not has_other_option(text) for text in own):
             return False
         if any(_ASIDE.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
             return False

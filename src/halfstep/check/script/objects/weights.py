@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.guard import Guard, possible
-from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.objects.expressions import asks_for_adapters, conditions_of
 from halfstep.check.script.objects.formats import (
     AUTO,
     SAME_MODEL,
@@ -44,7 +44,6 @@ __all__ = [
     "cast_formats",
     "casts_in",
     "conditions_of",
-    "is_adapter_branch",
     "trace_model",
 ]
 
@@ -58,8 +57,6 @@ _MODEL_CLASS = regex(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoenc
 _FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
-_IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
-ADAPTER_FLAG = regex(rf"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 _OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
 _REFERENCE = regex(r"teacher|ref|frozen|target|vae|tokeni|text_enc|reward|ema|old", re.IGNORECASE)  # not trained
@@ -384,14 +381,3 @@ def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Fu
             if formats and formats <= SIXTEEN_BIT:
                 lineage.casts.append(Cast(layer, scope, name, formats, "constructor"))
                 return
-
-
-def is_adapter_branch(guard: Guard) -> bool:
-    """Whether a condition selects adapters or quantization: `args.lora`, and `args.full_finetune` where it is false."""
-    asked = bool(ADAPTER_FLAG.search(guard.text))
-    return asked and guard.is_true is not bool(re.search(_IN_FULL, guard.text, re.IGNORECASE))
-
-
-def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
-    """Whether one of these conditions is about adapters or quantization."""
-    return any(ADAPTER_FLAG.search(text) for text, _ in guards)
