@@ -114,7 +114,9 @@ def _trains_after(use: Use, call: ast.Call, parents: dict[ast.AST, ast.AST]) -> 
     """Whether an engine may step after a call: not if all training of the function that contains it is further up."""
     functions = {n.name: n for n in use.nodes if isinstance(n, _FUNCTIONS)}
     steps = [c for c in use.calls("step") if isinstance(c.func, ast.Attribute)]
-    training: list[ast.AST] = [c for c in steps if isinstance(c.func, ast.Attribute) and key_of(c.func.value) in _visible(use, c)]
+    training: list[ast.AST] = [
+        c for c in steps if isinstance(c.func, ast.Attribute) and key_of(c.func.value) in _visible(use, c)
+    ]
     if not training:
         return False
     for _ in range(_CALLERS):  # calls of functions that train
