@@ -127,6 +127,8 @@ class Lineage:
         guards = conditions_of(self.outline, node)
         flag = _OPTION if isinstance(node, ast.Call) and "freez" in text_of(node.func) else FREEZE_FLAG
         options = [text for text, is_true in guards if is_true and (flag.search(text) or FREEZE_FLAG.search(text))]
+        if isinstance(node, ast.Call) and node.args and text_of(node.args[0]).startswith("not "):
+            options.append(text_of(node.args[0])[4:])  # `requires_grad_(not use_lora)`
         self.frozen_when.update(dict.fromkeys(options))
         return bool(options)
 
