@@ -238,3 +238,30 @@ def test_a_load_that_a_cast_always_replaces_is_not_reported():
 def test_a_prepared_optimizer_without_any_backward_trains_nothing():
     """A script that only samples prepares the optimizer as the training script does."""
     assert findings(PIPELINE.format(cast="", step="pipeline(x)"), "HS161") == []
+
+
+SAVED = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+model = Net().to(torch.float16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+model, optimizer = accelerator.prepare(model, optimizer)
+for epoch in range(3):
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+{end}"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("model = accelerator.unwrap_model(model).to(torch.float32)\nmodel.save_pretrained('out')\n", [5]),
+        ("    model.to(torch.float32)\n", []),
+    ],
+)
+def test_a_cast_to_float32_for_saving_restores_nothing(end, expected):
+    """Below the training loop it changes what is saved; inside the loop of epochs it changes what is trained."""
+    assert [f.line for f in findings(SAVED.format(end=end), "HS199")] == expected

@@ -17,6 +17,7 @@ __all__ = [
     "entries_of",
     "first_key",
     "hand_scaled",
+    "is_after_training",
     "models_in",
     "numerator",
     "options_of",
@@ -166,3 +167,14 @@ def _guard(test: ast.expr, is_true: bool) -> Guard:
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, is_true = test.operand, not is_true
     return Guard(text_of(test), is_true)
+
+
+def is_after_training(outline: Outline, node: ast.Call, function: Function) -> bool:
+    """Whether a call stands below every `backward` of its function, and in no loop with one: it saves or tests the model."""
+    lines = [site.call.lineno for site in outline.calls.get("backward", ()) if site.function is function]
+    loops, parent = [], outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        loops += [parent] if isinstance(parent, (ast.For, ast.While)) else []
+        parent = outline.parents.get(parent)
+    trains = any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops for line in lines)
+    return bool(lines) and node.lineno > max(lines) and not trains
