@@ -53,3 +53,18 @@ def test_literals_of_branches_and_defaults(text, expected):
 def test_nothing_where_the_text_does_not_decide(text):
     """A variable that is also computed, or belongs to another function, has no literal."""
     assert values(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("p = 'fp32' if full else 'fp16'\nuse(p)", ["fp32", "fp16"]),
+        ("p = 'fp32' if full else 'fp16'\nuse('no' if p == 'fp32' else p)", ["no", "fp16"]),
+        ("use('fp32' if name == 'fp32' else 'no')", ["fp32", "no"]),
+    ],
+)
+def test_a_literal_that_the_script_tests_for_is_replaced_by_it(text, expected):
+    """What is written in the argument itself stays: no test can come after it."""
+    nodes = all_nodes(ast.parse(text))
+    call = next(n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "use")
+    assert [constant.value for constant in Alternatives(nodes).untested(call.args[0])] == expected

@@ -7,9 +7,9 @@ import pytest
 
 from halfstep.check.config.joint import JointRule, configs_in_script, named_files
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.rules.config import joint, joint_loop
+from halfstep.check.rules.config import joint, joint_loop, joint_masters
 
-RULES = (*joint.RULES, *joint_loop.RULES)
+RULES = (*joint.RULES, *joint_loop.RULES, *joint_masters.RULES)
 LOOP = """import deepspeed
 import torch
 

@@ -191,3 +191,77 @@ def test_the_finding_is_at_the_variable_that_the_caller_passes():
         f"chosen = torch.bfloat16 if low else torch.float32\nmodel = load(name, chosen)\n{ADAMW}"
     )
     assert lines(setup, "HS151") == [5]
+
+
+PIPELINE = """\
+import torch
+from accelerate import Accelerator
+from diffusers import StableDiffusionPipeline
+
+accelerator = Accelerator(mixed_precision=config.mixed_precision)
+pipeline = StableDiffusionPipeline.from_pretrained(config.name, torch_dtype=torch.float16)
+pipeline.vae.requires_grad_(False)
+pipeline.unet.requires_grad_(not config.use_lora)
+dtype = torch.float32
+if accelerator.mixed_precision == "fp16":
+    dtype = torch.float16
+{cast}
+if config.use_lora:
+    pipeline.unet.set_attn_processor(processors)
+    trained = AttnProcsLayers(pipeline.unet.attn_processors)
+else:
+    trained = pipeline.unet
+optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+trained, optimizer = accelerator.prepare(trained, optimizer)
+for x in loader:
+    {step}
+"""
+TRAIN = "accelerator.backward(pipeline.unet(x).mean()); optimizer.step(); optimizer.zero_grad()"
+
+
+def test_weights_that_an_option_freezes_are_trained_without_it():
+    """`requires_grad_(not config.use_lora)` leaves the weights trained, in the dtype that the scaler rejects."""
+    text = PIPELINE.format(cast="pipeline.unet.to(accelerator.device, dtype=dtype)", step=TRAIN)
+    assert [f.line for f in findings(text, "HS199")] == [12]
+    frozen = text.replace("(not config.use_lora)", "(False)")
+    assert findings(frozen, "HS199") == []
+
+
+def test_a_load_that_a_cast_always_replaces_is_not_reported():
+    """The dtype of the load is gone when training starts; in another branch it is not."""
+    always = PIPELINE.format(cast="pipeline.unet.to(accelerator.device, dtype=dtype)", step=TRAIN)
+    assert 6 not in [f.line for f in findings(always, "HS161")]
+    sometimes = PIPELINE.format(cast="if config.use_lora:\n    pipeline.unet.to(dtype=dtype)", step=TRAIN)
+    assert 6 in [f.line for f in findings(sometimes, "HS161")]
+
+
+def test_a_prepared_optimizer_without_any_backward_trains_nothing():
+    """A script that only samples prepares the optimizer as the training script does."""
+    assert findings(PIPELINE.format(cast="", step="pipeline(x)"), "HS161") == []
+
+
+SAVED = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+model = Net().to(torch.float16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+model, optimizer = accelerator.prepare(model, optimizer)
+for epoch in range(3):
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+{end}"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("model = accelerator.unwrap_model(model).to(torch.float32)\nmodel.save_pretrained('out')\n", [5]),
+        ("    model.to(torch.float32)\n", []),
+    ],
+)
+def test_a_cast_to_float32_for_saving_restores_nothing(end, expected):
+    """Below the training loop it changes what is saved; inside the loop of epochs it changes what is trained."""
+    assert [f.line for f in findings(SAVED.format(end=end), "HS199")] == expected

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from halfstep.check.script.syntax.names import chain, key_of
 
@@ -22,6 +23,7 @@ class Alternatives:
     """The bindings of one script, by the last name of what is bound."""
 
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
+        self.nodes = nodes
         self.functions = [n for n in nodes if isinstance(n, AnyFunction)]  # outer ones first
         self.values: dict[str, list[tuple[str, ast.expr | None]]] = {}  # last name -> (variable, its value)
         self.items: dict[str, list[ast.expr]] = {}  # a part of a variable, `options["precision"]` -> its values
@@ -80,6 +82,20 @@ class Alternatives:
         names = chain(target)
         if names:
             self.values.setdefault(names[-1], []).append((".".join(names), value))
+
+    def untested(self, node: ast.expr) -> Iterator[ast.Constant]:
+        """The literals that an expression may be, except those from elsewhere that the script compares something with.
+
+        `"no" if args.precision == "fp32" else args.precision` is never "fp32".
+        """
+        inside = set(ast.walk(node))
+        yield from (c for c in self.of(node) if c in inside or c.value not in self._tested)
+
+    @cached_property
+    def _tested(self) -> set[object]:
+        compares = [n for n in self.nodes if isinstance(n, ast.Compare)]
+        sides = [side for n in compares for part in (n.left, *n.comparators) for side in ast.walk(part)]
+        return {side.value for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, str)}
 
     def of(self, node: ast.expr, depth: int = 0) -> Iterator[ast.Constant]:
         """The literals that an expression may be, each once."""

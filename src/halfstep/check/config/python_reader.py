@@ -207,7 +207,8 @@ class _Finder:
             if isinstance(root, Block):
                 yield self._config("lightning", root, last)
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
-            yield self._keywords("accelerate", call, last)
+            precision = next((k.value for k in call.keywords if k.arg == "mixed_precision"), None)
+            yield from self._each(self._keywords("accelerate", call, last), "mixed_precision", precision)
         elif full.startswith("halfstep.") and last == "Engine":
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
@@ -300,23 +301,25 @@ class _Finder:
         """A Trainer's arguments; once for each literal that its precision may be."""
         config = replace(self._keywords("lightning", call, last), script=self._facts_around(call))
         precision = next((k.value for k in call.keywords if k.arg == "precision"), None)
-        entry = config.entry("precision")
-        if entry is None and precision is None:
+        if config.entry("precision") is None and precision is None:
             precision = _spread_precision(call)
             span = self.literals.span(call)
             entry = Entry("precision", span, Scalar(span, UNKNOWN))
-            literals = list(self.alternatives.of(precision)) if precision is not None else []
-            if literals:
+            if precision is not None and any(True for _ in self.alternatives.of(precision)):
                 config = replace(config, root=replace(config.root, entries=(*config.root.entries, entry)))
-        else:
-            decided = precision is None or config.value("precision") is not UNKNOWN
-            literals = [] if decided or precision is None else list(self.alternatives.of(precision))
+        yield from self._each(config, "precision", precision)
+
+    def _each(self, config: Config, key: str, value: ast.expr | None) -> Iterator[Config]:
+        """The arguments of a call, once for each literal that an undecided one of them may be."""
+        entry = config.entry(key)
+        is_open = entry is not None and value is not None and config.value(key) is UNKNOWN
+        literals = list(self.alternatives.untested(value)) if is_open and value is not None else []
         if entry is None or not literals:
             yield config
             return
         for literal in dict.fromkeys(literals):
             node = self.literals.node(literal)
-            new = Entry("precision", node.span, node)
+            new = Entry(key, node.span, node)
             entries = tuple(new if e is entry else e for e in config.root.entries)
             inside = entry.span.start <= node.span.start and node.span.end <= entry.span.end
             yield replace(config, root=replace(config.root, entries=entries), assembled=not inside)

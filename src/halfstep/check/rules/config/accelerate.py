@@ -49,12 +49,15 @@ class UnknownMixedPrecision(ConfigRule):
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='bfloat16')\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=True)\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: 16\nnum_processes: 8\n",
+        "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='bf16' if args.bf16 else 'fp32')\n",
     )
     good = (
         'compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: "fp16"\nnum_processes: 8\n',
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: no\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=args.mixed_precision)\n",
+        "from accelerate import Accelerator\n\nprecision = 'fp32'\n"
+        "accelerator = Accelerator(mixed_precision='no' if precision == 'fp32' else precision)\n",
     )
     references = (_ACCELERATOR, "measured: accelerate 1.15 raises ValueError")
 
@@ -70,7 +73,7 @@ class UnknownMixedPrecision(ConfigRule):
             mode = _CORRECTIONS.get(str(value).casefold())
             fix = (
                 replace_value(config, entry.value, mode, f"Replace with {mode}")
-                if isinstance(value, str) and mode
+                if isinstance(value, str) and mode and not config.assembled
                 else None
             )
             yield self.finding(

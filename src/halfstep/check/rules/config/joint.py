@@ -10,11 +10,10 @@ from pathlib import Path
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
 from halfstep.check.config.joint import JointRule, Use
-from halfstep.check.config.objects import optimizer_calls
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.syntax.names import key_of
-from halfstep.precision.node import Entry, Scalar
+from halfstep.precision.node import Entry, Items, Scalar
 
 __all__ = ["BF16", "FP16", "LOOP", "RULES", "script_with"]
 
@@ -35,50 +34,6 @@ def script_with(mode: str, stage: int, body: str, more: str = "", loop: str = LO
 
 FP16 = "    'fp16': {'enabled': True},\n"
 BF16 = "    'bf16': {'enabled': True},\n"
-
-
-class ClientOptimizerOffloaded(JointRule):
-    """A torch optimizer is passed together with optimizer offload."""
-
-    code = "HS296"
-    name = "client-optimizer-offloaded"
-    severity = "error"
-    reason = (
-        "DeepSpeed updates offloaded optimizer states with its own CPU optimizer: any other optimizer raises "
-        "ZeRORuntimeException unless `zero_force_ds_cpu_optimizer` is false."
-    )
-    bad = (
-        script_with(
-            BF16,
-            2,
-            "",
-            more=", 'offload_optimizer': {'device': 'cpu'}",
-            loop="opt = torch.optim.AdamW(model.parameters())\n"
-            "engine, *_ = deepspeed.initialize(model=model, optimizer=opt, config=ds_config)\n",
-        ),
-    )
-    good = (
-        script_with(
-            BF16,
-            2,
-            "",
-            more=", 'offload_optimizer': {'device': 'cpu'}",
-            loop="from deepspeed.ops.adam import DeepSpeedCPUAdam\nopt = DeepSpeedCPUAdam(model.parameters())\n"
-            "engine, *_ = deepspeed.initialize(model=model, optimizer=opt, config=ds_config)\n",
-        ),
-    )
-    references = ("https://www.deepspeed.ai/docs/config-json/#optimizer-offloading",)
-
-    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Report a torch optimizer with an offload block."""
-        if use.initialize is None or not DeepSpeed(config).offloads_optimizer:
-            return
-        forced = config.value("zero_force_ds_cpu_optimizer")
-        calls = list(optimizer_calls(use.initialize, use.nodes))
-        if forced is None and len(calls) == 1 and use.names.full(calls[0].func).startswith("torch.optim."):
-            message = "DeepSpeed raises ZeRORuntimeException for a torch optimizer with `offload_optimizer`."
-            instead = "Use `deepspeed.ops.adam.DeepSpeedCPUAdam`, or set the optimizer in the configuration."
-            yield self.finding(use.where(use.initialize), message, instead=instead)
 
 
 class PipelineWithZero(JointRule):
@@ -147,7 +102,10 @@ class TrainerMismatch(JointRule):
         (("optimizer", "params", "lr"), "learning_rate", 5e-5),
         (("optimizer", "params", "eps"), "adam_epsilon", 1e-8),
         (("optimizer", "params", "weight_decay"), "weight_decay", 0.0),
+        (("scheduler", "params", "warmup_max_lr"), "learning_rate", 5e-5),
+        (("scheduler", "params", "warmup_num_steps"), "warmup_steps", 0),
     )
+    _BETAS = ("optimizer", "params", "betas")
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Compare every pair of values that both sides set."""
@@ -156,9 +114,8 @@ class TrainerMismatch(JointRule):
             if named is None or not _names(named.value, config, use):
                 continue
             mismatches: dict[Entry | None, list[str]] = {}  # by the argument that is set; None: a default
-            for path, argument, default in self._PAIRS:
-                deepspeed_value, trainer_value = config.value(*path), trainer.value(argument)
-                entry = trainer.entry(argument)
+            for path, deepspeed_value, argument, default in self._compared(config, trainer):
+                trainer_value, entry = trainer.value(argument), trainer.entry(argument)
                 if entry is None:
                     standard = trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"}
                     is_default = standard and not trainer.root.open and trainer.value(f"{argument}_full_eval") is None
@@ -167,7 +124,7 @@ class TrainerMismatch(JointRule):
                 if not known or trainer_value == deepspeed_value:
                     continue
                 ours = f"{argument} is {trainer_value}" + ("" if entry else " by default")
-                theirs = f"{'.'.join(path)} of the DeepSpeed configuration is {deepspeed_value}"
+                theirs = f"{path} of the DeepSpeed configuration is {deepspeed_value}"
                 mismatches.setdefault(entry, []).append(f"{ours}, and {theirs}")
             # Without a Trainer in the script, the arguments may be for something else.
             trains = any(isinstance(n, ast.Call) and key_of(n.func).endswith("Trainer") for n in use.nodes)
@@ -176,6 +133,20 @@ class TrainerMismatch(JointRule):
                 message = f"{'; '.join(parts)}. The Trainer raises a ValueError."
                 instead = 'Make them equal, or set "auto" in the configuration.'
                 yield self.finding(place, message, instead=instead, severity=None if trains else "warning")
+
+    def _compared(self, config: Config, trainer: Config) -> Iterator[tuple[str, object, str, float]]:
+        """What the Trainer compares: the DeepSpeed key and its value, the argument, and the default of that."""
+        finds_size = trainer.entry("auto_find_batch_size") is not None
+        scales_warmup = trainer.entry("warmup_ratio") is not None or 0 < (trainer.number("warmup_steps") or 0) < 1
+        for path, argument, default in self._PAIRS:
+            if (finds_size and "batch_size" in argument) or (scales_warmup and argument == "warmup_steps"):
+                continue  # the Trainer does not compare the size, and computes the steps
+            yield ".".join(path), config.value(*path), argument, default
+        betas = config.entry(*self._BETAS)
+        items = betas.value.items if betas is not None and isinstance(betas.value, Items) else ()
+        for item, (argument, default) in zip(items, (("adam_beta1", 0.9), ("adam_beta2", 0.999)), strict=False):
+            if isinstance(item, Scalar):
+                yield ".".join(self._BETAS), item.value, argument, default
 
 
 class ZeroInitWithoutConfig(JointRule):
@@ -209,13 +180,24 @@ class ZeroInitWithoutConfig(JointRule):
 
 def _names(node: object, config: Config, use: Use) -> bool:
     """Whether the value of `deepspeed=` is this configuration: its file name, or a dictionary in the script."""
+    if config.source.path == use.source.path and config.origin == "a dictionary":
+        return _is_written(use)
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return Path(node.value).name == Path(config.source.path).name
     return config.source.path == use.source.path and re.search(r"TrainingArguments|Config$", config.origin) is not None
 
 
+def _is_written(use: Use) -> bool:
+    """Whether the script writes its dictionary to the file it names: `json.dump(ds_config, open(path, "w"))`, `deepspeed=path`."""
+    calls = [n for n in use.nodes if isinstance(n, ast.Call)]
+    passed = {ast.unparse(k.value) for c in calls for k in c.keywords if k.arg == "deepspeed"}
+    opened = {ast.unparse(c.args[0]) for c in calls if key_of(c.func) == "open" and len(c.args) > 1}
+    dumped = {key_of(c.args[0]) for c in calls if use.names.full(c.func) == "json.dump" and c.args}
+    written = [n for n in use.nodes if isinstance(n, ast.Assign) and key_of(n.targets[0]) in dumped - {""}]
+    return bool(passed & opened) and any("zero_optimization" in ast.unparse(n.value) for n in written)
+
+
 RULES: tuple[type[Rule], ...] = (
-    ClientOptimizerOffloaded,
     PipelineWithZero,
     TrainerMismatch,
     ZeroInitWithoutConfig,

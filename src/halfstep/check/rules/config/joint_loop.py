@@ -317,70 +317,6 @@ class OptimizerInsteadOfEngine(JointRule):
             yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.step()`.")
 
 
-_START = (
-    "import deepspeed\nimport torch\n\nmodel = Net()\n{before}engine, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)\n"
-    "{after}for x, y in loader:\n    loss = loss_fn(engine(x), y)\n    engine.backward(loss)\n    engine.step()\n"
-)
-
-
-class MastersNotRefreshed(JointRule):
-    """Weights are loaded into DeepSpeed's engine, but its fp32 masters keep the old ones."""
-
-    code = "HS288"
-    name = "masters-not-refreshed"
-    severity = "error"
-    reason = (
-        "`deepspeed.initialize` copies the weights into fp32 masters, and in fp16 and bf16 every step writes the masters back over the "
-        "16-bit weights. `engine.module.load_state_dict` changes only the 16-bit weights: the first step discards what was loaded and "
-        "continues from the weights that the model had before. With ZeRO stage 3 the parameters are empty there as well. Load before "
-        "`deepspeed.initialize`, use `engine.load_checkpoint`, or call `engine.optimizer.refresh_fp32_params()` at stages 0 to 2."
-    )
-    bad = (_START.format(before="", after="engine.module.load_state_dict(torch.load('model.pt'))\n"),)
-    good = (
-        _START.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
-        _START.format(before="", after="engine.load_checkpoint('checkpoints')\n"),
-        _START.format(
-            before="",
-            after="engine.module.load_state_dict(torch.load('model.pt'))\nengine.optimizer.refresh_fp32_params()\n",
-        ),
-    )
-    references = (
-        "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
-        "measured: source code of DeepSpeed 0.19.8, load_checkpoint calls refresh_fp32_params after the module is loaded",
-    )
-
-    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Report a module of the engine that loads a state, in a script that trains on and never refreshes the masters."""
-        deepspeed = DeepSpeed(config)
-        if not use.engine or use.initialize is None or deepspeed.weights == "fp32" or not use.calls("step", use.engine):
-            return
-        text = use.source.text
-        if "refresh_fp32_params" in text or "safe_set_full_fp32_param" in text:
-            return
-        gathered = {
-            id(inner)
-            for n in use.nodes
-            if isinstance(n, ast.With) and any("GatheredParameters" in ast.unparse(i.context_expr) for i in n.items)
-            for inner in ast.walk(n)
-        }
-        aliases = {
-            key_of(t)
-            for n in use.nodes
-            if isinstance(n, ast.Assign) and key_of(n.value) == f"{use.engine}.module"
-            for t in n.targets
-        }
-        for call in use.calls("load_state_dict"):
-            owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if id(call) not in gathered and (owner == f"{use.engine}.module" or owner in aliases - {""}):
-                mode = "" if deepspeed.weights else "in fp16 and bf16 "
-                yield self.finding(
-                    use.where(call),
-                    f"This loads the weights of `{use.engine}` without its fp32 masters: {mode}the first step overwrites them.",
-                    instead=f"Load them before deepspeed.initialize, or with {use.engine}.load_checkpoint.",
-                    severity=None if deepspeed.weights else "warning",
-                )
-
-
 RULES: tuple[type[Rule], ...] = (
     ClipsBehindEngine,
     ScalerWithEngine,
@@ -388,5 +324,4 @@ RULES: tuple[type[Rule], ...] = (
     AutocastAroundEngine,
     BareBackward,
     OptimizerInsteadOfEngine,
-    MastersNotRefreshed,
 )

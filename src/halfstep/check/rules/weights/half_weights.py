@@ -124,6 +124,8 @@ def _is_stepped_plainly(script: Script, tie: Trained) -> bool:
     if (is_scaled and not stepped) or ((is_scaled or not backs) and script.has("handed")):
         return False
     owned = list(script.events("owned_backward", "owned_step"))
+    if not backs and not owned and any(e.is_created for e in engines_of(script)):
+        return False  # `accelerator.prepare(model, optimizer)` in a script that only runs the model
     return _is_beside(script, tie.cast.node, owned) or (stepped and _accelerates(script, tie))
 
 

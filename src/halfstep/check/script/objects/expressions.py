@@ -22,6 +22,7 @@ __all__ = [
     "hand_scaled",
     "has_other_option",
     "is_adapter_branch",
+    "is_after_training",
     "models_in",
     "numerator",
     "options_of",
@@ -191,3 +192,14 @@ def has_other_option(text: str) -> bool:
 def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
     """Whether one of these conditions is about adapters or quantization."""
     return any(ADAPTER_FLAG.search(text) for text, _ in guards)
+
+
+def is_after_training(outline: Outline, node: ast.Call, function: Function) -> bool:
+    """Whether a call stands below every `backward` of its function, and in no loop with one: it saves or tests the model."""
+    lines = [site.call.lineno for site in outline.calls.get("backward", ()) if site.function is function]
+    loops, parent = [], outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        loops += [parent] if isinstance(parent, (ast.For, ast.While)) else []
+        parent = outline.parents.get(parent)
+    trains = any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops for line in lines)
+    return bool(lines) and node.lineno > max(lines) and not trains

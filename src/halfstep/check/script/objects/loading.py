@@ -1,16 +1,16 @@
-"""Models that a Trainer loads itself: `model_init=load`, and TRL's `model_init_kwargs` with the name of a model."""
+"""Models that a Trainer loads itself (`model_init=load`, and TRL's `model_init_kwargs`), and loads that a later cast replaces."""
 
 from __future__ import annotations
 
 import ast
 
-from halfstep.check.script.objects.formats import formats_of, keyword_of
+from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant
-from halfstep.check.script.objects.weights import Cast
+from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["initialized", "loading_options"]
+__all__ = ["initialized", "lasting_casts", "loading_options"]
 
 
 def initialized(trainer: ast.Call) -> ast.expr | None:
@@ -31,3 +31,15 @@ def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, func
         return []
     load = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [ast.keyword("dtype", dtype)]), dtype)
     return [Cast(load, function, "", formats_of(outline, dtype, function), "load")]
+
+
+def lasting_casts(lineage: Lineage) -> list[Cast]:
+    """The casts of a model, without loads that a cast further down always replaces: `model.to(device, dtype=dtype)`."""
+    return [c for c in lineage.casts if c.form != "load" or not any(_replaces(lineage, o, c) for o in lineage.casts)]
+
+
+def _replaces(lineage: Lineage, later: Cast, load: Cast) -> bool:
+    is_after = later.function is load.function and later.node.lineno > load.node.lineno
+    if later.form != "cast" or not is_after or not later.formats or AUTO in later.formats:
+        return False
+    return set(conditions_of(lineage.outline, later.node)) <= set(conditions_of(lineage.outline, load.node))

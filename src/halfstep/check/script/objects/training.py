@@ -25,7 +25,7 @@ from halfstep.check.script.objects.expressions import (
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, keeps_low, trains_part_of
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
-from halfstep.check.script.objects.loading import loading_options
+from halfstep.check.script.objects.loading import lasting_casts, loading_options
 from halfstep.check.script.objects.parameters import is_model_name, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
@@ -195,7 +195,7 @@ class Training:
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
                 is_whole = is_whole or is_attached_elsewhere(self.outline, lineage, call)
                 if is_whole and not self._is_spared(lineage):
-                    for cast in lineage.casts:
+                    for cast in lasting_casts(lineage):
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.objects.expressions import asks_for_adapters, conditions_of
+from halfstep.check.script.objects.expressions import asks_for_adapters, conditions_of, is_after_training
 from halfstep.check.script.objects.formats import (
     AUTO,
     SAME_MODEL,
@@ -114,15 +114,17 @@ class Lineage:
 
     @property
     def is_restored(self) -> bool:
-        """Whether some cast returns the weights to float32."""
+        """Whether some cast returns the weights to float32 for training."""
         casts = (c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats)
-        return not all(map(self._changes_nothing, casts))
+        return not all(self._changes_nothing(c) or is_after_training(self.outline, c.node, c.function) for c in casts)
 
     def is_frozen_by_option(self, node: ast.AST) -> bool:
         """Whether an option such as `args.freeze_backbone` decides what `node` does: without it, the weights are trained."""
         guards = conditions_of(self.outline, node)
         flag = _OPTION if isinstance(node, ast.Call) and "freez" in text_of(node.func) else FREEZE_FLAG
         options = [text for text, is_true in guards if is_true and (flag.search(text) or FREEZE_FLAG.search(text))]
+        passed = map(text_of, node.args[:1] if isinstance(node, ast.Call) else [])  # `requires_grad_(not use_lora)`
+        options += [text[4:] for text in passed if text.startswith("not ")]
         self.frozen_when.update(dict.fromkeys(options))
         return bool(options)
 

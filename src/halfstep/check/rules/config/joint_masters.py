@@ -1,0 +1,165 @@
+"""HS288: weights that are loaded into DeepSpeed's engine without its fp32 masters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.config.config import Config
+from halfstep.check.config.deepspeed_facts import DeepSpeed
+from halfstep.check.config.joint import JointRule, Use
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["RULES"]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_CALLERS = 3  # functions that train through other functions
+
+_START = (
+    "import deepspeed\nimport torch\n\nmodel = Net()\n{before}engine, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)\n"
+    "{after}for x, y in loader:\n    loss = loss_fn(engine(x), y)\n    engine.backward(loss)\n    engine.step()\n"
+)
+
+
+class MastersNotRefreshed(JointRule):
+    """Weights are loaded into DeepSpeed's engine, but its fp32 masters keep the old ones."""
+
+    code = "HS288"
+    name = "masters-not-refreshed"
+    severity = "error"
+    reason = (
+        "`deepspeed.initialize` copies the weights into fp32 masters, and in fp16 and bf16 every step writes the masters back over the "
+        "16-bit weights. `engine.module.load_state_dict` changes only the 16-bit weights: the first step discards what was loaded and "
+        "continues from the weights that the model had before. With ZeRO stage 3 the parameters are empty there as well. Load before "
+        "`deepspeed.initialize`, use `engine.load_checkpoint`, or call `engine.optimizer.refresh_fp32_params()` at stages 0 to 2."
+    )
+    bad = (_START.format(before="", after="engine.module.load_state_dict(torch.load('model.pt'))\n"),)
+    good = (
+        _START.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
+        _START.format(before="", after="engine.load_checkpoint('checkpoints')\n"),
+        _START.format(
+            before="",
+            after="engine.module.load_state_dict(torch.load('model.pt'))\nengine.optimizer.refresh_fp32_params()\n",
+        ),
+    )
+    references = (
+        "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
+        "measured: source code of DeepSpeed 0.19.8, load_checkpoint calls refresh_fp32_params after the module is loaded",
+    )
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report an engine, or its module, that loads a state and is trained afterwards, if nothing refreshes the masters."""
+        deepspeed = DeepSpeed(config)
+        text = use.source.text
+        if deepspeed.weights == "fp32" or "refresh_fp32_params" in text or "safe_set_full_fp32_param" in text:
+            return
+        gathered = {
+            id(inner)
+            for n in use.nodes
+            if isinstance(n, ast.With) and any("GatheredParameters" in ast.unparse(i.context_expr) for i in n.items)
+            for inner in ast.walk(n)
+        }
+        parents = {child: node for node in use.nodes for child in ast.iter_child_nodes(node)}
+        for call in use.calls("load_state_dict"):
+            engine = _loaded(use, call)
+            if engine and id(call) not in gathered and _trains_after(use, call, parents):
+                mode = "" if deepspeed.weights else "in fp16 and bf16 "
+                yield self.finding(
+                    use.where(call),
+                    f"This loads the weights of `{engine}` without its fp32 masters: {mode}the first step overwrites them.",
+                    instead=f"Load them before deepspeed.initialize, or with {engine}.load_checkpoint.",
+                    severity=None if deepspeed.weights else "warning",
+                )
+
+
+def _loaded(use: Use, call: ast.Call) -> str:
+    """The engine whose weights a call loads, through the engine itself, its module, or a variable that is its module."""
+    owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if use.engines is not None and use.engines.is_without(call):
+        return ""
+    engines = _visible(use, call)
+    modules = {
+        key_of(target)
+        for n in use.nodes
+        if isinstance(n, ast.Assign) and key_of(n.value).removesuffix(".module") in engines
+        for target in n.targets
+        if key_of(n.value).endswith(".module")
+    }
+    name = owner.removesuffix(".module")
+    if name == owner and name in engines and not _is_engine_yet(use, call, name):
+        return ""
+    return name if name in engines else use.engine if owner in modules - {""} else ""
+
+
+def _is_engine_yet(use: Use, call: ast.Call, name: str) -> bool:
+    """Whether a variable is the engine where a call stands, and not still the model that becomes one under the same name."""
+    made = use.engines.made if use.engines is not None else []
+    models = {key_of(k.value) for m in made for k in m.keywords if k.arg == "model"}
+    models |= {key_of(m.args[1]) for m in made if len(m.args) > 1}
+    if use.engines is None or name not in models:
+        return True
+    here = [m for m in made if use.engines.scope(m) is use.engines.scope(call)]
+    return bool(here) and all(m.lineno < call.lineno for m in here)
+
+
+def _visible(use: Use, node: ast.AST) -> set[str]:
+    """The engines that a node can name; one that another file creates only by its name."""
+    named = {use.engine} if use.initialize is not None or use.engine.endswith("engine") else set()
+    return (named | (use.engines.visible(node) if use.engines is not None else set())) - {""}
+
+
+def _trains_after(use: Use, call: ast.Call, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether an engine may step after a call: not if all training of the function that contains it is further up."""
+    functions = {n.name: n for n in use.nodes if isinstance(n, _FUNCTIONS)}
+    steps = [c for c in use.calls("step") if isinstance(c.func, ast.Attribute)]
+    training: list[ast.AST] = [
+        c for c in steps if isinstance(c.func, ast.Attribute) and key_of(c.func.value) in _visible(use, c)
+    ]
+    if not training:
+        return False
+    for _ in range(_CALLERS):  # calls of functions that train
+        names = {f.name for n in training if (f := _around(n, parents)) is not None and f.name in functions}
+        called = [n for n in use.nodes if isinstance(n, ast.Call) and key_of(n.func).rpartition(".")[2] in names]
+        training += [n for n in called if n not in training]
+    node: ast.AST = call
+    for _ in range(_CALLERS):
+        around = _around(node, parents)
+        near = [n for n in training if _around(n, parents) is around]
+        if near:
+            return any(_line(n) > _line(node) or _share_loop(n, node, parents) for n in near)
+        name = around.name if around is not None else ""
+        sites = [n for n in use.nodes if isinstance(n, ast.Call) and key_of(n.func).rpartition(".")[2] == name]
+        if not name or not sites:
+            return True
+        node = min(sites, key=_line)
+    return True
+
+
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    parent = parents.get(node)
+    while parent is not None and not isinstance(parent, _FUNCTIONS):
+        parent = parents.get(parent)
+    return parent if isinstance(parent, _FUNCTIONS) else None
+
+
+def _share_loop(one: ast.AST, other: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a loop runs both nodes: then the first also runs after the second."""
+    return bool(_loops(one, parents) & _loops(other, parents))
+
+
+def _loops(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> set[ast.AST]:
+    loops: set[ast.AST] = set()
+    parent = parents.get(node)
+    while parent is not None and not isinstance(parent, _FUNCTIONS):
+        loops |= {parent} if isinstance(parent, (ast.For, ast.AsyncFor, ast.While)) else set()
+        parent = parents.get(parent)
+    return loops
+
+
+def _line(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)
+
+
+RULES: tuple[type[Rule], ...] = (MastersNotRefreshed,)

@@ -1,0 +1,66 @@
+"""HS288 at the places where scripts load weights: before, between and after the steps of the engine."""
+
+import ast
+
+import pytest
+
+from halfstep.check.config.joint import configs_in_script
+from halfstep.check.files.source import Settings, Source
+from halfstep.check.rules.config.joint_masters import MastersNotRefreshed
+
+CONFIG = "{'train_batch_size': 8, 'zero_optimization': {'stage': 2}, 'fp16': {'enabled': True}}"
+MAKE = f"engine, _, _, _ = deepspeed.initialize(model=net, config={CONFIG})\n"
+TRAIN = "for x in loader:\n    engine.backward(engine(x))\n    engine.step()\n"
+EPOCH = f"def epoch(engine):\n    {TRAIN.replace(chr(10), chr(10) + '    ').rstrip()}\n"
+
+
+def lines(text):
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    return sorted({f.line for config in configs for f in MastersNotRefreshed().check(config)})
+
+
+def body(*parts):
+    return "import deepspeed\nimport torch\n" + "".join(parts)
+
+
+@pytest.mark.parametrize("owner", ["engine", "engine.module"])
+def test_a_load_before_training_is_reported(owner):
+    """The engine inherits `load_state_dict` of its module: through either, the masters keep the old weights."""
+    text = body(MAKE, f"if resume:\n    {owner}.load_state_dict(torch.load(resume))\n", TRAIN)
+    assert lines(text) == [5]
+
+
+def test_a_load_after_training_is_fine():
+    """The best weights are loaded for the final test, and nothing steps after that."""
+    assert lines(body(MAKE, TRAIN, "engine.module.load_state_dict(torch.load('best.pt'))\nevaluate(engine)\n")) == []
+
+
+def test_a_load_after_the_function_that_trains_is_fine():
+    """The training is a call of a function that steps the engine."""
+    loop = "for _ in range(3):\n    epoch(engine)\n"
+    load = "engine.module.load_state_dict(torch.load('best.pt'))\n"
+    assert lines(body(EPOCH, MAKE, loop, load)) == []
+    assert lines(body(EPOCH, MAKE, load, loop)) != []
+
+
+def test_a_load_in_the_loop_that_trains_is_reported():
+    """The next round of the loop trains on."""
+    loop = "for _ in range(3):\n    epoch(engine)\n    if worse:\n        engine.module.load_state_dict(best)\n"
+    assert lines(body(EPOCH, MAKE, loop)) != []
+
+
+def test_a_model_that_becomes_the_engine_may_load_before():
+    """`model` is still the model before `model, ... = deepspeed.initialize(model=model)`, and the engine after it."""
+    make = MAKE.replace("engine,", "model,").replace("net", "model")
+    train = TRAIN.replace("engine", "model")
+    load = "model.load_state_dict(torch.load('model.pt'))\n"
+    assert lines(body(load, make, train)) == []
+    assert lines(body(make, load, train)) == [4]
+    assert lines(body(f"def load(model):\n    {load}", "load(model)\n", make, train)) == []
+
+
+def test_an_engine_that_is_created_under_a_condition_is_followed():
+    """Only the branch with the engine has masters."""
+    make = f"if use_deepspeed:\n    {MAKE}"
+    load = "if use_deepspeed:\n    engine.module.load_state_dict(w)\nelse:\n    net.load_state_dict(w)\n"
+    assert lines(body(make, load, TRAIN)) == [6]
