@@ -16,6 +16,7 @@ _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"
 _MAX_DEPTH = 50
 # The nodes that bind names, and those that assign or change values; most nodes do neither.
 _BINDING = {ast.Name, ast.Attribute, ast.arg, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias}
+_FUNCTIONS = {ast.FunctionDef, ast.AsyncFunctionDef}
 _NOTED = {ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Call}
 Path = tuple[str, ...]
 
@@ -34,12 +35,19 @@ class Literals:
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
+        self.functions = [
+            (n.lineno, n.end_lineno or 0) for n in nodes if type(n) in _FUNCTIONS
+        ]  # lines, outer ones first
+        self.bound_at: dict[str, list[int]] = {}  # variable -> the lines that bind it
+        self.all_blocks: dict[str, list[ast.expr]] = {}  # variable -> every dictionary it is bound to
         bound: dict[str, int] = {}
         for node in nodes:
             kind = type(node)
             if kind in _BINDING:
                 name = _bound_name(node)
                 bound[name] = bound.get(name, 0) + 1
+                if name:
+                    self.bound_at.setdefault(name, []).append(getattr(node, "lineno", 0))
             elif kind in _NOTED:
                 self._note(node)
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
@@ -58,6 +66,7 @@ class Literals:
                         self.constants[name] = node.value
                     elif self.is_block(node.value) and not isinstance(node, ast.AugAssign):
                         self.blocks[name] = node.value
+                        self.all_blocks.setdefault(name, []).append(node.value)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 self._change(*subscript(target))
@@ -118,7 +127,23 @@ class Literals:
             return self.call(node, depth=depth)
         if isinstance(node, ast.List | ast.Tuple):
             return Items(span, tuple(self.node(item, depth + 1) for item in node.elts))
+        if isinstance(node, ast.Name) and (block := self._local_block(node)) is not None:
+            return self.node(block, depth + 1)
         return Scalar(span, self._scalar(node), self.text[span.start : span.end])
+
+    def _local_block(self, node: ast.Name) -> ast.expr | None:
+        """The dictionary that a variable of the function or of the module is; None if it has other values, or is changed."""
+        blocks = self.all_blocks.get(node.id, ()) if node.id not in self.changes else ()
+        if not blocks:
+            return None
+        first, last = self._scope(node.lineno)
+        inside = [b for b in blocks if first <= b.lineno <= node.lineno and self._scope(b.lineno) == (first, last)]
+        num_bound = sum(first <= line <= last for line in self.bound_at.get(node.id, ()))
+        return inside[0] if len(inside) == 1 and num_bound == 1 else self.blocks.get(node.id)
+
+    def _scope(self, line: int) -> tuple[int, int]:
+        """The lines of the function around a line."""
+        return next((f for f in reversed(self.functions) if f[0] <= line <= f[1]), (1, 1 << 30))
 
     def _dictionary(self, node: ast.Dict, span: Span, depth: int) -> Block:
         entries = []

@@ -108,7 +108,8 @@ class UnusedPrecisionOption(ScriptRule):
         yield from self._choices(script)
         yield from self._overwritten(script)
         yield from self._still_scaled(script)
-        trains = script.outline.calls.keys() & {"backward", "Accelerator", "Fabric"}
+        calls = script.outline.calls.keys()
+        trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         applies_apex = "apex.amp.initialize" in script.outline.library_calls
         if not (script.autocasts or script.scalers or trains or applies_apex):
             return
