@@ -120,6 +120,51 @@ def test_a_dictionary_passed_to_deepspeed_is_a_configuration():
     assert config.origin == "deepspeed.initialize"
 
 
+RETURNED = """\
+import deepspeed
+def {name}(stage):
+    zero = {{"stage": stage, "overlap_comm": True}}
+    {dictionary}
+def evaluation():
+    zero = {{"stage": 0}}
+    return zero
+"""
+DICTIONARY = "{'train_batch_size': 8, 'train_micro_batch_size_per_gpu': 1, 'zero_optimization': zero}"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_strict"), [("get_train_ds_config", True), ("deepspeed_config", True), ("words", False)]
+)
+def test_a_dictionary_that_a_function_returns_goes_by_its_name(name, is_strict):
+    """The name of the function shows what a dictionary without a variable is for."""
+    (config,) = deepspeed(RETURNED.format(name=name, dictionary=f"return {DICTIONARY}"))
+    assert config.strict is is_strict
+
+
+def test_a_part_in_a_variable_of_the_function_is_read():
+    """`"zero_optimization": zero` is the dictionary that this function binds, not the one of another function."""
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=f"return {DICTIONARY}"))
+    assert config.value("zero_optimization", "overlap_comm") is True
+    changed = f"zero['overlap_comm'] = False\n    return {DICTIONARY}"
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=changed))
+    assert config.value("zero_optimization", "overlap_comm") is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("dictionary", "call"),
+    [
+        (f"return {DICTIONARY}", "deepspeed.initialize(model=model, config=make(2))"),
+        (f"return {DICTIONARY}", "cfg = make(2)\ndeepspeed.initialize(model=model, config=cfg)"),
+        (f"out = {DICTIONARY}\n    return out", "cfg = make(2)\ndeepspeed.initialize(model=model, config=cfg)"),
+        (f"return {DICTIONARY}", "import copy\ndeepspeed.initialize(model=model, config=copy.deepcopy(make(2)))"),
+    ],
+)
+def test_a_dictionary_is_followed_from_the_function_that_returns_it_to_the_call(dictionary, call):
+    """DeepSpeed gets what the function returns, itself, in a variable or as a copy."""
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=dictionary) + call + "\n")
+    assert (config.origin, config.strict) == ("deepspeed.initialize", True)
+
+
 def test_a_dictionary_of_another_program_is_not_strict():
     """mmengine's strategy and the like take their own keys out before DeepSpeed sees the rest."""
     inner = "{'zero_optimization': {'stage': 2}, 'inputs_to_half': [0], 'fp16': {'enabled': True}}"
