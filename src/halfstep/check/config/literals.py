@@ -16,7 +16,6 @@ _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"
 _MAX_DEPTH = 50
 # The nodes that bind names, and those that assign or change values; most nodes do neither.
 _BINDING = {ast.Name, ast.Attribute, ast.arg, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias}
-_FUNCTIONS = {ast.FunctionDef, ast.AsyncFunctionDef}
 _NOTED = {ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Call}
 Path = tuple[str, ...]
 
@@ -35,9 +34,8 @@ class Literals:
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
-        self.functions = [
-            (n.lineno, n.end_lineno or 0) for n in nodes if type(n) in _FUNCTIONS
-        ]  # lines, outer ones first
+        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
         self.bound_at: dict[str, list[int]] = {}  # variable -> the lines that bind it
         self.all_blocks: dict[str, list[ast.expr]] = {}  # variable -> every dictionary it is bound to
         bound: dict[str, int] = {}
