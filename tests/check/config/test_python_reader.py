@@ -165,6 +165,39 @@ def test_a_dictionary_is_followed_from_the_function_that_returns_it_to_the_call(
     assert (config.origin, config.strict) == ("deepspeed.initialize", True)
 
 
+@pytest.mark.parametrize(
+    ("change", "enabled"),
+    [
+        ("ds_config['bf16' if ok else 'fp16'] = {'enabled': True}", UNKNOWN),
+        ("ds_config['fast' if ok else 'slow'] = {'enabled': True}", True),
+        ("part = {'bf16': {'enabled': True}}\nds_config.update(part)", UNKNOWN),
+        ("part = {'steps_per_print': 10}\nds_config.update(part)", True),
+    ],
+)
+def test_a_change_by_two_keys_or_by_another_dictionary_is_followed(change, enabled):
+    """The keys that may be set are unknown, and all others are read as before."""
+    text = "ds_config = {'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}}\n"
+    (config,) = [c for c in deepspeed(f"import deepspeed\n{text}{change}\n") if c.entry("zero_optimization")]
+    assert config.value("bf16", "enabled") is enabled
+    assert config.value("zero_optimization", "stage") == 2
+
+
+def test_a_dictionary_that_extends_another_one_has_its_keys():
+    """`{**base, "bf16": ...}` is the base with the keys that follow in their place; an unknown base hides keys."""
+    text = "import deepspeed\nbase = {'train_batch_size': 8, 'bf16': {'enabled': False}}\nds = {**base, 'zero_optimization': {}, 'bf16': {'enabled': True}}\n"
+    config = deepspeed(text)[-1]
+    assert (config.value("train_batch_size"), config.value("bf16", "enabled"), config.root.open) == (8, True, False)
+    config = deepspeed(text.replace("**base", "**load()"))[-1]
+    assert (config.value("train_batch_size"), config.root.open) == (UNKNOWN, True)
+
+
+def test_dictionaries_that_repeat_each_other_are_read_quickly():
+    """Each dictionary contains the one before it twice: only a few levels are followed."""
+    levels = "".join(f"d{i} = {{'a': d{i - 1}, 'b': d{i - 1}}}\n" for i in range(1, 60))
+    text = f"import deepspeed\nd0 = {{'a': 1}}\n{levels}ds_config = {{'zero_optimization': {{'stage': 2}}, 'x': d59}}\n"
+    assert len(deepspeed(text)) == 1
+
+
 def test_a_dictionary_of_another_program_is_not_strict():
     """mmengine's strategy and the like take their own keys out before DeepSpeed sees the rest."""
     inner = "{'zero_optimization': {'stage': 2}, 'inputs_to_half': [0], 'fp16': {'enabled': True}}"

@@ -301,3 +301,9 @@ class Run:
 def test_a_field_that_the_file_which_trains_never_reads(rest, count):
     """Reported where the file reads nearly all other fields, and not where the object may be read as a whole."""
     assert [f.line for f in findings(SETTINGS.replace("{rest}", rest), "HS139")] == [10] * count
+
+
+def test_a_field_read_by_a_global_object_is_read():
+    """`config = Settings()` gives the field's default a name: `config.bf16` reads it."""
+    text = SETTINGS.replace("{rest}", ", self.s.clip") + "config = Settings()\nuse(config.bf16)\n"
+    assert findings(text, "HS139") == []

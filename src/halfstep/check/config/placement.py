@@ -95,9 +95,11 @@ def is_for_deepspeed(node: ast.AST, variable: str, nodes: Sequence[ast.AST], pat
 def _names(node: ast.AST, nodes: Sequence[ast.AST], path: str) -> Iterator[str]:
     """The names of the file, of the function around a dictionary, and of the argument or key that it is passed for."""
     line = getattr(node, "lineno", 1)
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.lineno <= line <= (n.end_lineno or 0)]
-    if functions:
-        yield functions[-1].name  # outer ones come first
+    scopes = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    around = [n for n in scopes if n.lineno <= line <= (n.end_lineno or 0)]
+    if around:
+        yield around[-1].name  # outer ones come first
+    yield from (n.name for n in around if isinstance(n, ast.ClassDef) and n.name.endswith("Config"))
     yield PurePath(path).stem
     for parent in nodes:
         if isinstance(parent, ast.keyword) and parent.value is node:

@@ -173,7 +173,9 @@ class UnusedPrecisionOption(ScriptRule):
             if num_read < max(_FEW, len(fields) * 2 / 3) or calls & {"asdict", "astuple", "vars", "fields"}:
                 continue
             for name, field in fields.items():
-                if name not in read and _FLAG.fullmatch(name):
+                # By the text as well: the tree has the default of a field in the place of `config.bf16`.
+                written = re.search(rf"[.\"']{name}\b", script.source.text)
+                if name not in read and written is None and _FLAG.fullmatch(name):
                     yield self.finding(
                         script.where(field),
                         f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`: the run is the same with and without it",
