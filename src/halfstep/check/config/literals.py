@@ -62,8 +62,8 @@ class Literals:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Subscript):
-                    for path in _paths(target):
-                        self._change(*path)
+                    for name, keys in _paths(target):
+                        self._change(name, keys)
                 elif name := ".".join(chain(target)):
                     self.variables[id(node.value)] = name
                     if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
