@@ -141,6 +141,25 @@ def test_a_dictionary_that_a_function_returns_goes_by_its_name(name, is_strict):
     assert config.strict is is_strict
 
 
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("run(deepspeed_config={part})", "train.py"),
+        ("everything = {{'model': 'x', 'deepspeed': {part}}}", "train.py"),
+        ("class DeepSpeedConfig:\n    def make(self):\n        return {part}", "train.py"),
+        ("def make():\n    return {part}", "ds_utils.py"),
+    ],
+)
+def test_the_names_around_a_dictionary_show_what_it_is_for(text, path):
+    """An argument, a key, a class and a file; without one of them the keys may be another program's."""
+    part = "{'train_batch_size': 8, 'zero_optimization': {'stage': 2}}"
+    text = f"import deepspeed\n{text.format(part=part)}\n"
+    configs = configs_in_script(ast.parse(text), Source(path, text, "python"), Settings())
+    assert [c.strict for c in configs if c.kind == "deepspeed"] == [True]
+    plain = "import deepspeed\nrun(config=" + part + ")\n"
+    assert [c.strict for c in deepspeed(plain)] == [False]
+
+
 def test_a_part_in_a_variable_of_the_function_is_read():
     """`"zero_optimization": zero` is the dictionary that this function binds, not the one of another function."""
     (config,) = deepspeed(RETURNED.format(name="make", dictionary=f"return {DICTIONARY}"))
