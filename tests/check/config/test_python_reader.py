@@ -345,3 +345,19 @@ def test_the_precision_of_a_trainer_is_read_in_every_form(text):
 def test_the_precision_of_a_trainer_is_not_guessed(text):
     """Options of another file, a computed argument and a dictionary without the Trainer's keys give none."""
     assert not [c for c in read(TRAINER + text) if c.value("precision") == 16]
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        ("Training(gradient_clip_val=1.0, precision='bf16-true')", 1),
+        ("Training(max_epochs=3, precision='16-true')", 1),
+        ("Training(max_epochs=3, precision='bf16')", 0),
+        ("Inference(devices=1, precision='bf16-true')", 0),
+        ("Training(rate=0.1, precision='bf16-true')", 0),
+    ],
+)
+def test_settings_of_a_trainer_in_another_file(call, count):
+    """A class of the project with a value that only Lightning has, next to arguments of training."""
+    configs = read(f"from settings import Training, Inference\nsettings = {call}\n")
+    assert [c.kind for c in configs] == ["lightning"] * count

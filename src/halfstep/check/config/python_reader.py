@@ -32,8 +32,11 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type",
+    "finetuning_type", "16-true",
 )  # fmt: skip
+# Settings in a class of the project, for a Trainer in another file: a value that only Lightning has, next to its arguments.
+_TRUE = frozenset({"16-true", "bf16-true"})
+_TRAINS = frozenset({"gradient_clip_val", "accumulate_grad_batches", "max_epochs", "max_steps"})
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
 _TRAINER_ARGUMENTS = frozenset({
@@ -190,6 +193,10 @@ class _Finder:
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
+        elif any(k.arg == "precision" and getattr(k.value, "value", "") in _TRUE for k in call.keywords):
+            root = replace(self.literals.call(call), call=False)
+            if _TRAINS.intersection(root.keys()) and is_trainer_part(root, last):
+                yield replace(self._config("lightning", root, "a class of settings", strict=False), assembled=True)
 
     def _changed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
         """The arguments of `TrainingArguments(**options)` with the keys that the script sets in `options` later."""
