@@ -1,9 +1,11 @@
-"""The program itself: Ctrl-C ends it with one line and exit code 130, from its first import on."""
+"""The program itself: Ctrl-C ends it with one line and exit code 130, from its first import on; it ends at once."""
 
 import subprocess
 import sys
 
 import pytest
+
+import halfstep.__main__ as module
 
 # A finder that receives Ctrl-C when a module is looked up, as a reader does who presses it during the imports.
 PROGRAM = """
@@ -60,3 +62,28 @@ def test_the_exit_code_is_130_where_python_would_end_by_the_signal(tmp_path):
     )
     done = subprocess.run([sys.executable, "-m", "program"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "halfstep: interrupted.\n")
+
+
+@pytest.mark.parametrize(("loaded", "codes"), [({}, [3]), ({"torch": None}, [])])
+def test_python_is_not_shut_down_step_by_step_unless_torch_is_loaded(monkeypatch, loaded, codes):
+    """The process ends at once with the code of the command; what torch started is ended by Python."""
+    exits = []
+    monkeypatch.setattr(module, "_endings", [3])
+    monkeypatch.setattr(module.os, "_exit", exits.append)
+    monkeypatch.setattr(module.sys, "modules", loaded)
+    module._exit()
+    assert exits == codes
+
+
+def test_a_stream_that_cannot_be_written_is_left_to_python(monkeypatch):
+    """Python reports it and exits with its own code."""
+
+    class Full:
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_endings", [0])
+    monkeypatch.setattr(module.os, "_exit", lambda code: pytest.fail("the output is lost"))
+    monkeypatch.setattr(module.sys, "modules", {})
+    monkeypatch.setattr(module.sys, "stdout", Full())
+    module._exit()

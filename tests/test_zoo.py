@@ -188,6 +188,16 @@ def test_unknown_names_are_rejected_with_the_known_ones(program, monkeypatch, tm
         run(program, monkeypatch, tmp_path, "--row", "lean")
 
 
+def test_any_target_of_a_library_is_a_model(program, capsys):
+    """`timm:NAME` needs no entry in the zoo; one that the library lacks, or a missing library, ends with a line."""
+    zoo = program("zoo_models")
+    case = zoo.case_of_target("transformers:BertConfig")
+    assert (case.name, case.library, case.batch_size()) == ("transformers:BertConfig", "transformers", 8)
+    assert zoo.case_of_target("timm:resnet18").batch_size() == 64
+    program("bench_zoo").main(["--device", "cpu", "--models", "timm:no_such_model"])
+    assert "timm:no_such_model did not run: " in capsys.readouterr().out
+
+
 def test_gradient_errors_are_those_of_sixteen_bits(program, monkeypatch, tmp_path):
     """Against fp64 every bf16 row errs by 2^-12 to 2^-4 and every fp16 row by less, with dropout off."""
     [record] = run(program, monkeypatch, tmp_path, "--accuracy", case=small_case(program("zoo_models")))

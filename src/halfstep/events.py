@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -35,7 +34,11 @@ _NARROWEST = 40  # columns; text folded more narrowly is unreadable, so the term
 
 def terminal_width(stream: TextIO) -> int | None:
     """The number of columns of the terminal that a stream writes to; None if it writes to a file or a pipe."""
-    return max(_NARROWEST, shutil.get_terminal_size().columns) if stream.isatty() else None
+    if not stream.isatty():
+        return None
+    import shutil  # it loads every compression module
+
+    return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
 def fold(text: str, width: int | None, hang: int = 0, first: str = "") -> str:

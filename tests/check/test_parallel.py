@@ -78,3 +78,15 @@ def test_a_worker_that_dies_is_an_error_with_a_way_out(targets, monkeypatch):
     monkeypatch.setattr(parallel, "check_target", lambda target, options: __import__("os")._exit(1))
     with pytest.raises(HalfstepError, match="worker process died"):
         list(check_targets(targets, Options(), limit=True))
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_garbage_collection_is_as_before_afterwards(targets, limit):
+    """The command collects rarely while it checks in its own process; a library call leaves the setting alone."""
+    before = parallel.gc.get_threshold()
+    results = check_targets(targets[:2], Options(), limit=limit)
+    next(results)
+    during = parallel.gc.get_threshold()
+    list(results)
+    assert (during != before) is limit
+    assert parallel.gc.get_threshold() == before

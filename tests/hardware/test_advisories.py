@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.hardware.advisories import PACKAGES, Environment, advisories_for
-from halfstep.hardware.advisory import FEATURES
+from halfstep.hardware.advisories import Environment, advisories_for
 from halfstep.hardware.advisory_table import ADVISORIES
+from halfstep.hardware.advisory_words import FEATURES, PACKAGES
 from halfstep.hardware.versions import matches, version_key
 from halfstep.report.advisories_page import render
 
@@ -125,9 +125,13 @@ def test_the_measuring_machine_is_affected():
 
 def test_the_table_is_read_without_torch():
     """Neither the table nor the selection imports torch."""
-    code = "import sys, halfstep.hardware.advisories as a; assert a.PACKAGES; assert 'torch' not in sys.modules"
+    code = "import sys, halfstep.hardware.advisories as a; assert a.ADVISORIES; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert {a.package for a in ADVISORIES} <= set(PACKAGES)
+
+
+def test_packages_are_those_of_the_table():
+    """Every package that the table names, in its order."""
+    assert tuple(dict.fromkeys(each.package for a in ADVISORIES for each in a.affected)) == PACKAGES
 
 
 def test_the_documentation_is_generated_from_the_table():

@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.kernels.gradstats import dense_values, flag_and_norm, total_norm
+from halfstep.kernels.available import triton_runs_on
+from halfstep.kernels.gradstats import dense_values, flag_and_norm, sums_of_squares, total_norm
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_kernels = pytest.mark.skipif(
+    not triton_runs_on(DEVICE), reason="Requires: [a CUDA device, or TRITON_INTERPRET=1]"
+)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
 
 # Some versions of torch say so whenever a sparse tensor is made, here or in coalesce().
@@ -188,3 +193,25 @@ def test_flag_and_norm_take_strided_and_sparse_gradients():
     dense = random_grad((4, 6), torch.float32, 0)
     grads = [dense.t(), random_grad((5,), torch.float32, 1).to_sparse()]
     assert flag_and_norm(grads, {})[1].item() == pytest.approx(reference(grads), rel=2e-6)
+
+
+@needs_kernels
+def test_sums_of_several_dtypes_are_in_the_order_of_the_gradients():
+    """fp32 gradients between bf16 ones, other addresses, another order of dtypes, the same memory again: each sum is its own."""
+    tables = {}
+    kinds = [(torch.float32, torch.bfloat16, torch.float32, torch.float16), (torch.bfloat16,) * 3, (torch.float32,)]
+    for turn, dtypes in enumerate([kinds[0], kinds[0], *kinds]):
+        grads = [random_grad((i + 1, 30), dtype, 10 * turn + i).to(DEVICE) for i, dtype in enumerate(dtypes)]
+        expected = [grad.double().square().sum().item() for grad in grads]
+        for _ in range(2):
+            assert sums_of_squares(grads, tables).tolist() == pytest.approx(expected, rel=2e-6)
+        grads[-1].mul_(2)  # in the same memory
+        assert sums_of_squares(grads, tables).tolist() == pytest.approx([*expected[:-1], 4 * expected[-1]], rel=2e-6)
+
+
+def test_without_tables_or_with_other_dtypes_there_are_no_sums():
+    """What kernels cannot read, and a caller who keeps no tables, are left to torch."""
+    grads = [random_grad((4,), torch.float32, 0), random_grad((4,), torch.float64, 1)]
+    assert sums_of_squares(grads[:1], None) is None
+    assert sums_of_squares(grads, {}) is None
+    assert sums_of_squares([], {}) is None

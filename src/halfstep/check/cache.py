@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from halfstep.check.files.document import located_source, read_document, size_li
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.options import Options
 from halfstep.check.pins import Pin, pins_for
+from halfstep.check.regex import regex
 from halfstep.check.runner import FileResult
 from halfstep.check.settings import Settings
 from halfstep.check.walk import Target
@@ -37,7 +37,7 @@ __all__ = ["Cache", "default_folder", "open_cache"]
 _MAX_AGE_SECONDS = 30 * 24 * 3600  # of a file of results that no run has used
 _MAX_BYTES = 2**28
 # A string that names a configuration; in a notebook its quotes are escaped.
-_CONFIG_NAME = re.compile(rb"[\"']([^\s{}$%*?<>|\"'\\]{1,200}\.(?:h?json|jsonc|ya?ml))\\?[\"']")
+_CONFIG_NAME = regex(rb"[\"']([^\s{}$%*?<>|\"'\\]{1,200}\.(?:h?json|jsonc|ya?ml))\\?[\"']")
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory has results of `halfstep check`.\n"
 
 

@@ -14,11 +14,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfstep.check.regex import regex
+
 __all__ = ["Ignores", "ignores_of", "parse_patterns"]
 
 _MAX_BYTES = 2**20
-_STARS = re.compile(r"\*{2,}(?:/|$)")
-_CLASS = re.compile(r"\[([!^]?)(\]?(?:\[:\w+:\]|\\.|[^\]\\])*)\]")
+_STARS = regex(r"\*{2,}(?:/|$)")
+_CLASS = regex(r"\[([!^]?)(\]?(?:\[:\w+:\]|\\.|[^\]\\])*)\]")
 _POSIX = {
     "alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "blank": " \\t", "cntrl": "\\x00-\\x1f\\x7f", "digit": "0-9",
     "graph": "\\x21-\\x7e", "lower": "a-z", "print": "\\x20-\\x7e", "punct": "!-/:-@\\[-`{-~", "space": "\\s",

@@ -29,6 +29,8 @@ __all__ = ["MAX_SECONDS", "check_targets"]
 MAX_SECONDS = 10.0
 FEW = 48  # files that are checked faster than workers start
 CHUNK = 16
+# Syntax trees are many small objects that are freed together: collecting garbage among them took a quarter of the time.
+_RARELY = (200_000, 20, 20)
 
 
 class _TimeLimit(BaseException):
@@ -40,8 +42,9 @@ def check_targets(targets: Sequence[Target], options: Options, *, limit: bool = 
     workers = min(_num_cores(), len(targets) // FEW + 1)
     if workers < 2 or threading.active_count() > 1 or not limit:
         # In a process with threads, a fork may copy a locked lock; and a library call starts no processes.
-        for target in targets:
-            yield _check_one(target, options, limit=limit)
+        with _collecting_rarely() if limit else contextlib.nullcontext():
+            for target in targets:
+                yield _check_one(target, options, limit=limit)
         return
     yield from _check_in_processes(targets, options, workers)
 
@@ -83,6 +86,16 @@ def _check_in_processes(targets: Sequence[Target], options: Options, workers: in
 
 
 @contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Delay Ctrl-C: raised while processes start, KeyboardInterrupt can be lost or leave a lock locked."""
     if not hasattr(signal, "pthread_sigmask"):
@@ -99,8 +112,7 @@ def _begin_work() -> None:
     # Only the parent handles Ctrl-C; it then terminates its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # Syntax trees are many small objects that are freed together: collecting garbage among them took a quarter of the time.
-    gc.set_threshold(200_000, 20, 20)
+    gc.set_threshold(*_RARELY)
 
 
 def _exit_with_parent() -> None:

@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from halfstep.check.regex import regex
 from halfstep.errors import SettingError, unknown
-from halfstep.hardware.advisories import PACKAGES
+from halfstep.hardware.advisory_words import PACKAGES
 from halfstep.hardware.versions import is_version
 
 __all__ = ["Pin", "installed_pins", "parse_pin", "pins_for", "pins_in_folder"]
 
 # Packages by the names they are installed under.
 _DISTRIBUTIONS = {**{name: name for name in PACKAGES}, "nvidia-cudnn-cu12": "cudnn", "nvidia-cudnn-cu13": "cudnn"}
-_PIN = re.compile(r"""(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*===?\s*(?P<version>[^\s;,"'#)]+)""")
+_PIN = regex(r"""(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*===?\s*(?P<version>[^\s;,"'#)]+)""")
 _MAX_BYTES = 2**18
 _MAX_FILES = 20
 

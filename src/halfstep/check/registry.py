@@ -14,7 +14,7 @@ from typing import Literal
 from halfstep.check.rule import Rule
 from halfstep.check.script.syntax.relevant import RuleWords
 
-__all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
+__all__ = ["FIXABLE", "GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
 
 Group = Literal["files", "script", "config", "hardware", "advisories"]
 
@@ -30,6 +30,12 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     "hardware": ("halfstep.check.rules.hardware",),
     "advisories": ("halfstep.check.rules.advisories",),
 }
+
+# The rules that fix at least one of their own cases. Checking all cases to find that out takes a second.
+FIXABLE = frozenset({
+    "HS101", "HS102", "HS104", "HS170", "HS190", "HS206", "HS211", "HS218", "HS221", "HS241", "HS242", "HS251",
+    "HS252", "HS253", "HS255", "HS257", "HS258", "HS260", "HS261", "HS264", "HS281", "HS285", "HS290",
+})  # fmt: skip
 
 
 def modules_of(group: Group) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 
 from halfstep.check.finding import SEVERITIES, Finding
+from halfstep.check.regex import regex
 from halfstep.check.registry import all_rules
 from halfstep.errors import SettingError, nearest
 
 __all__ = ["Selection", "is_known", "matches", "nearest_rule", "parse_selectors", "path_matches"]
 
-_CODE = re.compile(r"hs\d{0,3}", re.IGNORECASE)
+_CODE = regex(r"hs\d{0,3}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

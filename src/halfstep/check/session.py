@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from halfstep.check.files.document import Document, language_of, located_source, read_document
 from halfstep.check.finding import Finding
-from halfstep.check.fixing import Fixed, fix_document, write_back
 from halfstep.check.options import Options, check_preview, make_options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import find_project
@@ -20,6 +19,7 @@ from halfstep.errors import SettingError
 
 if TYPE_CHECKING:
     from halfstep.check.cache import Cache  # hashlib takes 10 ms to import
+    from halfstep.check.fixing import Fixed
 
 __all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]
 
@@ -114,6 +114,8 @@ def _check(targets: Sequence[Target], options: Options, cache: Cache | None, *, 
 
 
 def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -> Fixed:
+    from halfstep.check.fixing import fix_document, write_back
+
     document = read_target(target)
     settings, selection = options.settings(target.project), options.selection(target.project, target.path)
 
@@ -148,6 +150,7 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
 
     if not fix:
         return Outcome(_result(document, findings), 1, (), num_unsafe(findings))
+    from halfstep.check.fixing import fix_document
 
     def check_again(changed: Document) -> tuple[Finding, ...]:
         return check_document(changed, settings, selection)

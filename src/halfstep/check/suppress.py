@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 from halfstep.check.files.problems import UnknownSuppression, UnusedSuppression
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.registry import find_rule
 from halfstep.check.select import Selection, is_known, matches, nearest_rule
 
 __all__ = ["Suppression", "find_suppressions", "suppress"]
 
-_WORDS = re.compile(r"halfstep:[ \t]*ignore(-file)?(?![\w-])[ \t]*(?:\[([^\]\n]{0,500})\])?", re.IGNORECASE)
+_WORDS = regex(r"halfstep:[ \t]*ignore(-file)?(?![\w-])[ \t]*(?:\[([^\]\n]{0,500})\])?", re.IGNORECASE)
 _STRINGS = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
 # Strings are matched first, so that a comment sign inside one does not count.
 _CONFIG_COMMENTS = {
-    "json": re.compile(rf"(?P<comment>//[^\n]*|\#[^\n]*|/\*[^\n]*)|{_STRINGS}"),
-    "yaml": re.compile(rf"(?:(?<=\s)|^)(?P<comment>\#[^\n]*)|(?<=[\s\[{{,:])(?:{_STRINGS})", re.MULTILINE),
-    "toml": re.compile(rf"(?P<comment>\#[^\n]*)|\"\"\"[\s\S]*?\"\"\"|'''[\s\S]*?'''|{_STRINGS}"),
+    "json": regex(rf"(?P<comment>//[^\n]*|\#[^\n]*|/\*[^\n]*)|{_STRINGS}"),
+    "yaml": regex(rf"(?:(?<=\s)|^)(?P<comment>\#[^\n]*)|(?<=[\s\[{{,:])(?:{_STRINGS})", re.MULTILINE),
+    "toml": regex(rf"(?P<comment>\#[^\n]*)|\"\"\"[\s\S]*?\"\"\"|'''[\s\S]*?'''|{_STRINGS}"),
 }
 
 

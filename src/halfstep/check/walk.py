@@ -11,13 +11,16 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfstep.check.files.document import language_of
 from halfstep.check.files.source import Language
-from halfstep.check.gitignore import Ignores, ignores_of
 from halfstep.check.project import Project, find_project
 from halfstep.check.select import path_matches
 from halfstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from halfstep.check.gitignore import Ignores  # a named file needs none of it
 
 __all__ = ["Target", "find_files"]
 
@@ -103,6 +106,8 @@ class _Folder:
 
 
 def _walk(folder: str, project: Project, *, respect_gitignore: bool) -> Iterator[str]:
+    from halfstep.check.gitignore import Ignores, ignores_of
+
     top = os.path.abspath(folder)  # noqa: PTH100  (resolves "..", which pathlib keeps)
     # A stack instead of recursion: folders can be nested deeper than Python's recursion limit.
     stack = [_Folder(folder, top, ignores_of(Path(top)) if respect_gitignore else Ignores())]

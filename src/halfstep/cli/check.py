@@ -202,7 +202,6 @@ def _check_usage(*rules: tuple[object, str]) -> None:
 
 def _check(paths: tuple[str, ...], options: Options, cache_dir: str | None, *, fix: bool, write: bool) -> Outcome:
     """Check files and folders; `cache_dir` is None for no cache, and empty for the default one."""
-    from halfstep.check.cache import open_cache
     from halfstep.check.session import check_paths
     from halfstep.errors import SettingError
 
@@ -215,6 +214,8 @@ def _check(paths: tuple[str, ...], options: Options, cache_dir: str | None, *, f
                 f"--cache-dir {cache_dir} cannot be used: {error.strerror or error}. Pass another directory, or --no-cache."
             ) from error
     if cache_dir is not None and not fix:
+        from halfstep.check.cache import open_cache
+
         cache = open_cache(Path(cache_dir) if cache_dir else None, options)
     return check_paths(paths or (".",), options, fix=fix, write=write, limit=True, cache=cache)
 

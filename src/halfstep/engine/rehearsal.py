@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from halfstep.engine.setup import PreparedRun
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.gradstats import known_sums, total_norm
+from halfstep.kernels.gradstats import sums_of_squares
 from halfstep.kernels.scale_update import new_counters, scale_update
 from halfstep.optim.fused import FusedOptimizer
 from halfstep.scaling.scaler import Scaler
@@ -51,9 +50,7 @@ def _compile_norm(run: PreparedRun, max_norm: float | None) -> None:
     one = torch.ones((), device=run.device)
     for dtype in {getattr(p, "grad_dtype", None) or p.dtype for p in run.params.values()}:
         grads = [torch.zeros(1, dtype=dtype, device=run.device)]
-        tables: dict[Any, Any] = {}
-        total_norm(grads, run.device, tables)
-        sums = known_sums(grads, tables)
+        sums = sums_of_squares(grads, {})
         if sums is not None:
             judge(sums, one, max_norm)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from halfstep.backends.base import Backend
 from halfstep.errors import SettingError
 from halfstep.events import log_once
-from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
+from halfstep.kernels.gradstats import dense_values, sums_of_squares, total_norm
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import Fp32Masters
 from halfstep.optim.shards import gradient_of, is_sharded, local
@@ -174,10 +174,11 @@ def gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Of a sharded parameter it is this rank's part.
     """
-    gradients = {name: gradient_of(param) for name, param in params.items() if param.grad is not None}
-    for name, grad in gradients.items():
-        if grad.is_sparse and not grad.is_coalesced():
-            gradients[name] = params[name].grad = grad.coalesce()
+    gradients = {name: grad for name, param in params.items() if (grad := param.grad) is not None}
+    if any(type(grad) is not Tensor for grad in gradients.values()):
+        gradients = {name: gradient_of(params[name]) for name in gradients}
+    for name in [name for name, grad in gradients.items() if grad.is_sparse and not grad.is_coalesced()]:
+        gradients[name] = params[name].grad = gradients[name].coalesce()
     return gradients
 
 
@@ -195,7 +196,7 @@ def decide(
 
     `norm` is that of the gradients before division, over all ranks, where the caller already knows it.
     """
-    sums = known_sums(grads, tables) if backend.context().world_size == 1 else None
+    sums = sums_of_squares(grads, tables) if backend.context().world_size == 1 else None
     if sums is not None and sums.device == divisor.device:
         from halfstep.kernels.gradstats_triton import judge
 

@@ -20,10 +20,7 @@ from halfstep.hardware.advisory import Advisory
 from halfstep.hardware.advisory_table import ADVISORIES
 from halfstep.hardware.versions import matches
 
-__all__ = ["PACKAGES", "Environment", "advisories_for"]
-
-# Every package whose version an advisory depends on.
-PACKAGES = tuple(dict.fromkeys(affected.package for advisory in ADVISORIES for affected in advisory.affected))
+__all__ = ["Environment", "advisories_for"]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
-from halfstep.hardware.advisories import PACKAGES, Environment
+from halfstep.hardware.advisories import Environment
+from halfstep.hardware.advisory_words import PACKAGES
 from halfstep.hardware.probe import Hardware
 from halfstep.hardware.torch_build import torch_version
 from halfstep.hardware.versions import is_version

@@ -1,20 +1,22 @@
 """Pass 1 of the fused step: one launch that reads every gradient once and sums its squares, tensor by tensor.
 
-Each program sums one chunk; a second, tiny launch adds the chunks of a tensor in a fixed order, so that the result is
+Gradients of another dtype need a launch of their own: of the layers that a lean model keeps in fp32. Each program sums one chunk; a second, tiny launch adds the chunks of a tensor in a fixed order, so that the result is
 bit-identical from run to run. A sum of squares is inf or NaN exactly if an element is (or if it leaves fp32's range), so
 the finite check is free. A third launch, of one program, decides the step from the sums.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.table import ChunkTable, PointerTable
+from halfstep.kernels.table import ChunkTable, PointerTable, to_device
 from halfstep.kernels.table_triton import chunk_pointer, load
 
 __all__ = ["GradStats", "judge"]
@@ -23,6 +25,7 @@ __all__ = ["GradStats", "judge"]
 CHUNK = 8192
 _WARPS = 8
 
+_address = operator.methodcaller("data_ptr")
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _OUTCOME = ("flag", "norm", "divisor")  # of a step; the divisor includes clipping
 _FLAG, _NORM, _DIVISOR = (tl.constexpr(i) for i in range(len(_OUTCOME)))
@@ -55,7 +58,8 @@ def _sumsq_kernel(
 def _per_tensor_kernel(
     partial,  # fp32 (C,): of the chunks
     bounds,  # int64 (2, T + 1): the full chunks of each tensor, and its others
-    sums,  # fp32 (T,)
+    places,  # int32 (T,): of these tensors among all gradients
+    sums,  # fp32, of all gradients
     num_tensors,
     BLOCK: tl.constexpr,
 ):
@@ -68,7 +72,7 @@ def _per_tensor_kernel(
             offsets = at + tl.arange(0, BLOCK)
             total += tl.load(partial + offsets, mask=offsets < end, other=0.0)
             at += BLOCK
-    tl.store(sums + tensor, tl.sum(total))
+    tl.store(sums + tl.load(places + tensor), tl.sum(total))
 
 
 @triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["divisor_at"])
@@ -108,45 +112,70 @@ def judge(sums: Tensor, divisor: Tensor, max_norm: float | None) -> tuple[Tensor
 
 
 class GradStats:
-    """Sums of squares of a list of gradients of one dtype on one device; reuses its tables from step to step."""
+    """Sums of squares of a list of gradients of one device; reuses its tables from step to step."""
 
     def __init__(self) -> None:
-        self.device, self.dtype = torch.device("cpu"), torch.float32  # of the last call
-        self._pointers = PointerTable()
-        self._chunks: ChunkTable | None = None
-
-    def sums(self, grads: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The sum of squares of each gradient, in fp32; written to `out` if there is one."""
-        pointers = self._pointers.refresh(grads)
-        key = (tuple(g.numel() for g in grads), self._pointers.aligned())
-        if self._chunks is None or self._chunks.key != key:
-            self._chunks = ChunkTable(*key, CHUNK, grads[0].device)
-        self.device, self.dtype = grads[0].device, grads[0].dtype
-        return self._launch(pointers, grads[0], len(grads), out)
+        self._addresses: list[int] = []  # of the gradients of the last call
+        self._dtypes: list[torch.dtype] = []
+        self._groups: list[_SameDtype] = []
 
     def knows(self, grads: Sequence[Tensor]) -> bool:
         """Whether these have the number and addresses of the gradients of the last call."""
-        return self._chunks is not None and self._pointers.matches(grads)
+        return bool(self._addresses) and list(map(_address, grads)) == self._addresses
 
-    def same_sums(self, grads: Sequence[Tensor]) -> Tensor:
+    def sums(self, grads: Sequence[Tensor]) -> Tensor:
+        """The sum of squares of each gradient, in fp32."""
+        dtypes, device = [g.dtype for g in grads], grads[0].device
+        if dtypes != self._dtypes or self._groups[0].device != device:
+            places = {dtype: [i for i, own in enumerate(dtypes) if own is dtype] for dtype in dict.fromkeys(dtypes)}
+            self._dtypes, self._groups = dtypes, [_SameDtype(*group, device) for group in places.items()]
+        for group in self._groups:
+            group.refresh(grads)
+        self._addresses = list(map(_address, grads))
+        return self.same_sums()
+
+    def same_sums(self) -> Tensor:
         """`sums` for gradients that `knows` has recognised, without examining each again."""
-        return self._launch(self._pointers.table, grads[0], len(grads))
+        sums = torch.empty(len(self._dtypes), dtype=torch.float32, device=self._groups[0].device)
+        for group in self._groups:
+            group.write(sums)
+        return sums
 
-    def _launch(self, pointers: Tensor, like: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        chunks, device = self._chunks, like.device
+
+class _SameDtype:
+    """The tables of the gradients of one dtype."""
+
+    def __init__(self, dtype: torch.dtype, places: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self._dtype, self._places = dtype, places
+        self._places_on_device = to_device(np.asarray(places, dtype=np.int32), device)
+        self._pointers = PointerTable()
+        self._chunks: ChunkTable | None = None
+
+    def refresh(self, grads: Sequence[Tensor]) -> None:
+        """Bring the tables up to date with the gradients of this step, all dtypes together."""
+        own = [grads[i] for i in self._places]
+        self._pointers.refresh(own)
+        key = (tuple(g.numel() for g in own), self._pointers.aligned())
+        if self._chunks is None or self._chunks.key != key:
+            self._chunks = ChunkTable(*key, CHUNK, self.device)
+
+    def write(self, sums: Tensor) -> None:
+        """Compute the sums of these gradients, and write each to its place."""
+        chunks, count = self._chunks, len(self._places)
         assert chunks is not None
-        partial = torch.empty(chunks.num_chunks, dtype=torch.float32, device=device)
+        partial = torch.empty(chunks.num_chunks, dtype=torch.float32, device=self.device)
         if chunks.num_chunks:
             _sumsq_kernel[(chunks.num_chunks,)](
                 chunks.rows,
-                pointers,
+                self._pointers.table,
                 chunks.numels,
                 partial,
                 chunks.num_full,
-                DTYPE=_TL[like.dtype],
+                DTYPE=_TL[self._dtype],
                 CHUNK=CHUNK,
                 num_warps=_WARPS,
             )
-        sums = torch.empty(count, dtype=torch.float32, device=device) if out is None else out
-        _per_tensor_kernel[(count,)](partial, chunks.bounds, sums, count, BLOCK=256, num_warps=1)
-        return sums
+        _per_tensor_kernel[(count,)](
+            partial, chunks.bounds, self._places_on_device, sums, count, BLOCK=256, num_warps=1
+        )

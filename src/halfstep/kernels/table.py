@@ -146,10 +146,6 @@ class PointerTable:
             self._host, self._device = rows, to_device(rows, columns[0][0].device)
         return self._device
 
-    def matches(self, column: Sequence[Tensor]) -> bool:
-        """Whether the table has one column, with exactly these addresses."""
-        return self._host is not None and self._host[:, 0].tolist() == [t.data_ptr() for t in column]
-
     @property
     def table(self) -> Tensor:
         """The table on the device, as `refresh` left it."""

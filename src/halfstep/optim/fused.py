@@ -10,6 +10,7 @@ learning rate may change between steps, also between replays of a captured CUDA 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ Row = tuple[float, ...]
 _DTYPES = (torch.float32, *DTYPES_16_BIT)
 _REHEARSED = max(chunk for chunk, _ in LAUNCH_SHAPES.values()) + 1  # elements: a full chunk and a tail
 _WITHOUT_MOMENTS = {Rule.SGD: Rule.PLAIN_SGD}
+_address, _numel, _values = map(operator.methodcaller, ("data_ptr", "numel", "values"))  # loops over parameters in C
 
 
 class KernelSettings(Protocol):
@@ -154,7 +156,7 @@ class FusedStep:
         self._is_sharded = False  # whether any is
         self._states: list[dict[str, Tensor]] = []
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
-        self._addresses: list[tuple[int, int]] = []  # and sizes of the weights, to notice `param.data = ...`
+        self._addresses: list[int] = []  # and sizes of the weights, to notice `param.data = ...`
         self._stored: list[Any] = []  # the tensors of the states, to notice that one was replaced
         self._steps = self._group_of = self._settings = self._one = torch.empty(0)
         self._rows: list[Row] = []  # the settings on the device
@@ -174,7 +176,7 @@ class FusedStep:
             return
         device = parts[0].device
         self._params, self._parts, self._states, self._state = params, parts, states, state
-        self._addresses = [(p.data_ptr(), p.numel()) for p in parts]
+        self._addresses = _addresses(parts)
         self._steps = torch.stack([s["step"].to(device, torch.float32).reshape(()) for s in states])
         for own, view in zip(states, self._steps.unbind(), strict=True):
             own["step"] = view
@@ -193,9 +195,9 @@ class FusedStep:
             state is self._state  # a loaded one is another object
             and len(active) == len(self._params)
             and all(map(operator.is_, active, self._params))
-            and [(p.data_ptr(), p.numel()) for p in self._parts_of(active)] == self._addresses
+            and _addresses(self._parts_of(active)) == self._addresses
             and sum(map(len, self._states)) == len(self._stored)
-            and all(map(operator.is_, (value for s in self._states for value in s.values()), self._stored))
+            and all(map(operator.is_, itertools.chain.from_iterable(map(_values, self._states)), self._stored))
         )
 
     def step(self, rows: list[Row], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -250,7 +252,7 @@ class FusedStep:
 
     def _refresh_pointers(self, grads: list[Tensor], device: torch.device) -> bool:
         """Bring the device's table up to date; copied only if an address changed."""
-        addresses = np.array([g.data_ptr() for g in grads], dtype=np.int64)
+        addresses = np.fromiter(map(_address, grads), dtype=np.int64, count=len(grads))
         if self._pointers is not None and np.array_equal(addresses, self._pointers[:, Pointer.GRAD]):
             return True
         if not all(g.is_contiguous() and g.dtype in _DTYPES for g in grads):
@@ -309,6 +311,11 @@ class FusedStep:
             tensors[scale] = state.get(f"{name}_scale", state.get(name))
         filled = [tensors.get(column) for column in Pointer]
         return [param.data_ptr() if tensor is None else tensor.data_ptr() for tensor in filled]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """The address of each tensor, then the number of elements of each."""
+    return [*map(_address, tensors), *map(_numel, tensors)]
 
 
 def _settings_table(rows: list[Row]) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from halfstep.check.cases import is_fixable
-from halfstep.check.registry import all_rules
+from halfstep.check.registry import FIXABLE, all_rules
 from halfstep.check.rule import Rule
 from halfstep.check.session import Outcome
 from halfstep.events import fold
@@ -46,7 +45,7 @@ def rules_as_text(width: int | None = None) -> str:
     longest = max(len(rule.name) for rule in rules)
     lines = [f"{'code':<6} {'name':<{longest}} {'severity':<8} fixable preview title"]
     for rule in rules:
-        fixable, preview = "yes" if is_fixable(rule) else "", "yes" if rule.preview else ""
+        fixable, preview = "yes" if rule.code in FIXABLE else "", "yes" if rule.preview else ""
         lines.append(
             f"{rule.code:<6} {rule.name:<{longest}} {rule.severity:<8} {fixable:<7} {preview:<7} {rule.title()}"
         )
@@ -57,7 +56,7 @@ def rules_as_text(width: int | None = None) -> str:
 
 def _folded_rule(rule: type[Rule], width: int) -> list[str]:
     """Code, name and kind of a rule, and its title on the lines below."""
-    kinds = [rule.severity, *(["fixable"] if is_fixable(rule) else []), *(["preview"] if rule.preview else [])]
+    kinds = [rule.severity, *(["fixable"] if rule.code in FIXABLE else []), *(["preview"] if rule.preview else [])]
     return [f"{rule.code} {rule.name} ({', '.join(kinds)})", fold(rule.title(), width, 6, " " * 6)]
 
 
@@ -68,7 +67,7 @@ def rules_as_json() -> str:
             "code": rule.code,
             "name": rule.name,
             "severity": rule.severity,
-            "fixable": is_fixable(rule),
+            "fixable": rule.code in FIXABLE,
             "preview": rule.preview,
             "title": rule.title(),
         }

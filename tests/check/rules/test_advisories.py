@@ -11,8 +11,8 @@ from halfstep.check.script.objects.features import features_of_script
 from halfstep.check.select import Selection
 from halfstep.check.session import check_path
 from halfstep.check.settings import Settings
-from halfstep.hardware.advisory import FEATURE_WORDS, FEATURES
 from halfstep.hardware.advisory_table import ADVISORIES
+from halfstep.hardware.advisory_words import FEATURE_WORDS, FEATURES
 from halfstep.hardware.devices import find_devices
 
 MASKED = "import torch.nn.functional as F\n\ndef attend(q, k, v, m):\n    return F.scaled_dot_product_attention(q, k, v, m)\n"

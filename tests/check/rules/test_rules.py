@@ -13,7 +13,7 @@ from halfstep.check.cases import check_case, is_fixable, settings_of_case, sourc
 from halfstep.check.files.document import read_document
 from halfstep.check.finding import SEVERITIES
 from halfstep.check.fixing import fix_document
-from halfstep.check.registry import all_rules, rules_of
+from halfstep.check.registry import FIXABLE, all_rules, rules_of
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
@@ -29,11 +29,6 @@ FIXED = [
     for j, finding in enumerate(findings_of(rule, rule.bad[i]))
     if finding.code == rule.code and finding.fix is not None
 ]
-# The rules that promise a fix; docs/rules.md marks them as fixable.
-FIXABLE = {
-    "HS101", "HS102", "HS104", "HS170", "HS190", "HS206", "HS211", "HS218", "HS221", "HS241", "HS242", "HS251",
-    "HS252", "HS253", "HS255", "HS257", "HS258", "HS260", "HS261", "HS264", "HS281", "HS285", "HS290",
-}  # fmt: skip
 
 
 def ids(value):

@@ -17,6 +17,7 @@ from halfstep.check.config import kind
 from halfstep.check.config.kind import Kind
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
+from halfstep.check.regex import regex
 from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
 from halfstep.precision import json_tree
@@ -24,10 +25,8 @@ from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 
 __all__ = ["Config", "Kind", "case_source", "parse_any", "place_of", "read_configs"]
 
-_TABLE = re.compile(r"\s*\[\[?[\w.-]+\]\]?\s*\n")  # the header of a TOML table
-_PACKAGE = re.compile(
-    r"^# @package ([\w.]+)", re.MULTILINE
-)  # where Hydra puts the file; by default at its folder's name
+_TABLE = regex(r"\s*\[\[?[\w.-]+\]\]?\s*\n")  # the header of a TOML table
+_PACKAGE = regex(r"^# @package ([\w.]+)", re.MULTILINE)  # where Hydra puts the file; by default at its folder's name
 _MAX_CHARS = 2**18  # configurations are a few kilobytes; a quarter of a megabyte is data, and slow to parse
 
 

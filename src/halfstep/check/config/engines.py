@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import Names, key_of
 
 __all__ = ["Engines", "read_engines"]
 
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 _ROUNDS = 4  # helpers of helpers
-_OPTIMIZER = re.compile(r"opt(?:im|imizer)?s?(?:$|[\[_])", re.IGNORECASE)
-_ABOUT_ENGINE = re.compile(r"deepspeed|engine|zero|\bds\b|hasattr", re.IGNORECASE)
+_OPTIMIZER = regex(r"opt(?:im|imizer)?s?(?:$|[\[_])", re.IGNORECASE)
+_ABOUT_ENGINE = regex(r"deepspeed|engine|zero|\bds\b|hasattr", re.IGNORECASE)
 
 
 @dataclass(eq=False)

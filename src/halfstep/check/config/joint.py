@@ -22,6 +22,7 @@ from halfstep.check.config.objects import optimizer_config
 from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
+from halfstep.check.regex import regex
 from halfstep.check.rule import ConfigRule
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Names, chain, key_of, read_names
@@ -41,8 +42,8 @@ __all__ = [
     "uses_name",
 ]
 
-_HINT = re.compile(r"deepspeed", re.IGNORECASE)
-_CONFIG_FILE = re.compile(r"^[^\s{}$%*?<>|]+\.(?:json|jsonc|hjson|ya?ml)$")
+_HINT = regex(r"deepspeed", re.IGNORECASE)
+_CONFIG_FILE = regex(r"^[^\s{}$%*?<>|]+\.(?:json|jsonc|hjson|ya?ml)$")
 _MAX_FILES = 20
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
+from halfstep.check.regex import regex
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
 from halfstep.precision.node import Block, Entry, Node, Scalar, walk
 
@@ -36,15 +37,15 @@ __all__ = [
 Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan", "kohya", "fairseq", "verl", "nanotron"]
 Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
-_HINT = re.compile(
+_HINT = regex(
     r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b|\bamp_(?:level|backend)\b"
 )
-_SURE = re.compile(
+_SURE = regex(
     r"""["']?(?:zero_optimization|train_micro_batch_size_per_gpu)["']?\s*:|^(?:compute_environment|deepspeed_config)\s*:""",
     re.MULTILINE,
 )
 
-_SLOT = re.compile(r"""(?<![\w"'./-])\{\{[^{}\n]*\}\}(?![\w"'./-])""")  # outside quotes: a value by itself
+_SLOT = regex(r"""(?<![\w"'./-])\{\{[^{}\n]*\}\}(?![\w"'./-])""")  # outside quotes: a value by itself
 
 # Keys that only releases before 0.19.8 read, in addition to the tables of halfstep.precision.deepspeed_keys.
 _OLD_KEYS = (
@@ -98,8 +99,8 @@ _LIGHTNING_ALONE = frozenset({
     "use_distributed_sampler", "reload_dataloaders_every_n_epochs",
 })  # fmt: skip
 _LIGHTNING_PRECISIONS = frozenset({"16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true"})
-_INTERPOLATION = re.compile(r"""["']?\$\{([\w.]+)\}["']?$""")  # of OmegaConf
-_LIGHTNING_NAME = re.compile(
+_INTERPOLATION = regex(r"""["']?\$\{([\w.]+)\}["']?$""")  # of OmegaConf
+_LIGHTNING_NAME = regex(
     r"(?:^|_)(?:trainer|fabric|lightning|pl)(?:_(?:args|kwargs|params|config|cfg|defaults|options|opts|settings))?$",
     re.IGNORECASE,
 )

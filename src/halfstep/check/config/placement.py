@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 from halfstep.check.config.literals import Literals
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import Names, chain
 
 __all__ = ["is_for_deepspeed", "uses_of_dictionaries"]
 
-_VARIABLE = re.compile(r"ds|deepspeed", re.IGNORECASE)
-_WORD = re.compile(r"(?:^|_|\b)ds(?:_|\b|$)|deepspeed", re.IGNORECASE)
+_VARIABLE = regex(r"ds|deepspeed", re.IGNORECASE)
+_WORD = regex(r"(?:^|_|\b)ds(?:_|\b|$)|deepspeed", re.IGNORECASE)
 _MAX_DEPTH = 4
 _COPIES = frozenset({"deepcopy", "copy", "dict"})
 # call -> its arguments that accept a DeepSpeed configuration; the first may be passed by position where it is the first

@@ -8,7 +8,6 @@ it, and not at all when a change cannot be followed.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trai
 from halfstep.check.config.literals import literals_of, subscript
 from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
 from halfstep.check.files.source import Source
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
@@ -37,7 +37,7 @@ _HINT = (
 # Settings in a class of the project, for a Trainer in another file: a value that only Lightning has, next to its arguments.
 _TRUE = frozenset({"16-true", "bf16-true"})
 _TRAINS = frozenset({"gradient_clip_val", "accumulate_grad_batches", "max_epochs", "max_steps"})
-_HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
+_HARDWARE_HINT = regex(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
 _TRAINER_ARGUMENTS = frozenset({
     "TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig", "DPOConfig",

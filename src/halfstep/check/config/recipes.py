@@ -13,6 +13,7 @@ from typing import Literal
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import TUNERS
+from halfstep.check.regex import regex
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items
 
 __all__ = ["axolotl_fsdp", "is_absent", "trained_dtype", "trains_all_weights"]
@@ -25,12 +26,10 @@ PLAIN_OPTIMIZERS = frozenset({
     "paged_lion_32bit", "ademamix", "ademamix_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "muon",
 })  # fmt: skip
 # Keys that mean an adapter, quantized weights, or an engine with fp32 master weights.
-_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stage", re.IGNORECASE)
-_ADAPTER = re.compile(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
+_NOT_PLAIN = regex(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stage", re.IGNORECASE)
+_ADAPTER = regex(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
 _SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
-_ENGINE_NAME = re.compile(
-    r"deepspeed|(?:^|[_-])(?:ds|fsdp|q?lora|peft)(?:[_.-]|$)|zero_?[123]", re.IGNORECASE
-)  # of a file
+_ENGINE_NAME = regex(r"deepspeed|(?:^|[_-])(?:ds|fsdp|q?lora|peft)(?:[_.-]|$)|zero_?[123]", re.IGNORECASE)  # of a file
 # Keys of TRL's ModelConfig next to the dtype, in files whose model is named on the command line.
 _MODEL_KEYS = ("model_name_or_path", "model_id", "model_name", "model_revision", "attn_implementation")
 

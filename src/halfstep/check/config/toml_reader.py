@@ -7,27 +7,27 @@ every plain value back to tomllib. A table that is written in pieces is one bloc
 
 from __future__ import annotations
 
-import re
 import tomllib
 from dataclasses import dataclass, field
 
+from halfstep.check.regex import regex
 from halfstep.errors import SettingError
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span, is_placeholder
 
 __all__ = ["parse_toml"]
 
 _MAX_DEPTH = 100
-_SKIP = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)+")
-_BLANK = re.compile(r"[ \t]*")
-_STRING = re.compile(
+_SKIP = regex(r"(?:[ \t\r\n]+|#[^\n]*)+")
+_BLANK = regex(r"[ \t]*")
+_STRING = regex(
     r'"""(?:[^"\\]|\\[\s\S]|"{1,2}(?!"))*"{3,5}|'
     r"'''(?:[^']|'{1,2}(?!'))*'{3,5}|"
     r'"(?:[^"\\\n]|\\.)*"|'
     r"'[^'\n]*'"
 )
-_BARE = re.compile(r"[^\s,\]\[{}#=]+(?: [0-9][^\s,\]}#]*)?")  # a date and a time may be separated by a blank
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
+_BARE = regex(r"[^\s,\]\[{}#=]+(?: [0-9][^\s,\]}#]*)?")  # a date and a time may be separated by a blank
+_BARE_KEY = regex(r"[A-Za-z0-9_-]+")
+_PLACE = regex(r"\(at line (\d+), column (\d+)\)")
 
 
 @dataclass

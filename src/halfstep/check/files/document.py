@@ -21,6 +21,7 @@ from halfstep.check.files.problems import FileTooLarge, NotText, SyntaxFault
 from halfstep.check.files.repair import Repair, repair
 from halfstep.check.files.source import Language, Source
 from halfstep.check.finding import Edit, Finding, Place, Severity
+from halfstep.check.regex import regex
 
 if TYPE_CHECKING:
     from halfstep.check.files.notebook import Notebook
@@ -43,8 +44,8 @@ MAX_BYTES = 2**20  # a training script of 1,000 lines has 40 kB
 MAX_NOTEBOOK_BYTES = 32 * 2**20  # notebooks carry their pictures
 
 # PEP 263: a comment in one of the first two lines, the first of which must be blank or a comment too.
-_COOKIE = re.compile(rb"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
-_BLANK = re.compile(rb"[ \t\f]*(?:#.*)?\r?$")
+_COOKIE = regex(rb"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+_BLANK = regex(rb"[ \t\f]*(?:#.*)?\r?$")
 # Text codecs whose decoders take quadratic time, or that are not used for files.
 _REJECTED_CODECS = frozenset({"punycode", "idna", "unicode_escape", "raw_unicode_escape", "undefined"})
 

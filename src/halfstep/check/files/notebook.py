@@ -22,6 +22,7 @@ from halfstep.check.files.problems import SyntaxFault, TooDeep
 from halfstep.check.files.repair import blank, parse_error, without_magics
 from halfstep.check.files.source import Cell, Origin
 from halfstep.check.finding import Edit, Finding, Place
+from halfstep.check.regex import regex
 
 __all__ = ["Fault", "Notebook", "read_notebook"]
 
@@ -62,10 +63,10 @@ _OTHER_MAGICS = frozenset(
         "ai",
     ]
 )
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
+_TOKEN = regex(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
 # A line inside a JSON string, with the escaped line break that ends it.
-_WRITTEN_LINE = re.compile(r"(?:\\(?!n|u000[aA]).|[^\\])*(?:\\(?:n|u000[aA])|$)", re.DOTALL)
-_UNPRINTABLE = re.compile("[\ud800-\udfff\r]")
+_WRITTEN_LINE = regex(r"(?:\\(?!n|u000[aA]).|[^\\])*(?:\\(?:n|u000[aA])|$)", re.DOTALL)
+_UNPRINTABLE = regex("[\ud800-\udfff\r]")
 
 
 @dataclass(frozen=True)

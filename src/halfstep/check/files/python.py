@@ -18,17 +18,19 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
+
 __all__ = ["parse_python", "to_older_syntax"]
 
-_TOKEN = re.compile(
+_TOKEN = regex(
     r"""(?P<comment>\#[^\n]*)
     |(?P<prefix>(?<!\w)[rbuftRBUFT]{1,2})?(?P<quote>\"\"\"|'''|"|')
     |(?P<word>^[ \t]*(?:type|lazy)(?=[ \t]+\w)|\b(?:def|class)[ \t]+\w+[ \t]*(?=\[)|^[ \t]*except\b\*?)""",
     re.VERBOSE | re.MULTILINE,
 )
-_TYPE = re.compile(r"[ \t]*type([ \t]+)\w+[ \t]*(?=[=\[])")
-_LAZY = re.compile(r"[ \t]*lazy([ \t]+)(?:import|from)\b")
-_NESTED = re.compile(r"""((?<!\w)[rbuftRBUFT]{0,2}|)(\"\"\"|'''|"|')""")
+_TYPE = regex(r"[ \t]*type([ \t]+)\w+[ \t]*(?=[=\[])")
+_LAZY = regex(r"[ \t]*lazy([ \t]+)(?:import|from)\b")
+_NESTED = regex(r"""((?<!\w)[rbuftRBUFT]{0,2}|)(\"\"\"|'''|"|')""")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _MAX_DEPTH = 20  # of f-strings inside f-strings
 

@@ -12,17 +12,18 @@ import re
 from dataclasses import dataclass
 
 from halfstep.check.files.python import parse_python
+from halfstep.check.regex import regex
 
 __all__ = ["Repair", "blank", "parse_error", "repair", "without_magics"]
 
 # Words that IPython accepts as magics without the percent sign.
 _AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
-_MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
-_PRINT = re.compile(r"[ \t]*print\b[ \t]*(?![ \t=(.,\[]).")
-_CONFLICT = re.compile(r"<{7} |={7}$|>{7} |\|{7} ")
+_MAGIC = regex(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
+_PRINT = regex(r"[ \t]*print\b[ \t]*(?![ \t=(.,\[]).")
+_CONFLICT = regex(r"<{7} |={7}$|>{7} |\|{7} ")
 # Lines without which no repair is tried: the parser is the judge, but most files need not be parsed twice.
 # It begins with the line break, because the regex engine searches for a literal prefix first: a third of the time.
-_CANDIDATE = re.compile(
+_CANDIDATE = regex(
     rf"\n(?:[ \t]*+(?=[!?%pcmlr])(?:[!?]|%\w|%%|{_AUTOMAGIC}|print[ \t]+[^ \t=(.,\[])|[\w.]+\s*=\s*[!%]|<<<<<<< )"
 )
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from halfstep.check.finding import Place
+from halfstep.check.regex import regex
 from halfstep.check.settings import Settings
 
 __all__ = ["Cell", "CellLine", "FilePlace", "Language", "Origin", "Settings", "Source"]
@@ -16,7 +17,7 @@ Language = Literal["python", "notebook", "json", "yaml", "toml"]
 
 
 # One character of a JSON string as it is written; a pair of surrogates is one character.
-_UNIT = re.compile(r"\\u[dD][89abAB]\w{2}\\u[dD][c-fC-F]\w{2}|\\u\w{4}|\\.|[^\\]", re.DOTALL)
+_UNIT = regex(r"\\u[dD][89abAB]\w{2}\\u[dD][c-fC-F]\w{2}|\\u\w{4}|\\.|[^\\]", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from functools import cached_property
 from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
 from halfstep.check.script.objects.modules import classes_under_autocast
@@ -39,6 +40,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
 from halfstep.check.script.syntax.visit import read_outline
+from halfstep.check.script.syntax.words import contains_any
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
@@ -50,15 +52,15 @@ _RULED = (
     "autocast", "GradScaler", "unscale_", ".scale(", ".half(", "float16", "torch.half", "HalfTensor", "is_bf16_supported",
 )  # fmt: skip
 _RULED_SHORT = {
-    word: re.compile(pattern)
+    word: regex(pattern)
     for word, pattern in {
         "apex": r"apex(?!\w)(?<!\wapex)", ".amp": r"\.amp(?!\w)", "amp.": r"amp\.(?<!\wamp\.)", "import amp": r"import amp(?!\w)",
     }.items()
 }  # fmt: skip
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
 _MENTIONED_SHORT = {
-    "amp": re.compile(r"amp(?!\w)(?<!\wamp)"),
-    "precision": re.compile(r"precision(?<!\wprecision)[\"']?\s*[=:]"),
+    "amp": regex(r"amp(?!\w)(?<!\wamp)"),
+    "precision": regex(r"precision(?<!\wprecision)[\"']?\s*[=:]"),
 }
 # Without any of these calls there is no training loop whose order could be wrong.
 _ACTS = {"backward", "manual_backward", "autocast", "GradScaler", "scale", "unscale_", "scale_loss", "initialize"}
@@ -224,7 +226,7 @@ def _top(joined: list[int], number: int) -> int:
 
 
 def _mentions(text: str, words: tuple[str, ...], short: Mapping[str, re.Pattern[str]]) -> bool:
-    if any(word in text for word in words):
+    if contains_any(text, words):
         return True
     return any(word in text and pattern.search(text) for word, pattern in short.items())
 

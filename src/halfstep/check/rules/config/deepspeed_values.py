@@ -12,19 +12,20 @@ from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.deepspeed_schema import TOP_NUMBERS
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.regex import regex
 from halfstep.check.rule import ConfigRule, Rule
 from halfstep.precision.node import UNKNOWN, Block, Entry, Scalar, Span, walk
 
 __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
-_INITIALIZES = re.compile(r"\bdeepspeed\.initialize\(")
+_INITIALIZES = regex(r"\bdeepspeed\.initialize\(")
 # The classes of Transformers that replace "auto", and code that does it by itself.
-_TRAINERS = re.compile(r"\b(?:Seq2Seq|SFT|DPO|PPO|GRPO|Reward)?Trainer\b")
-_RESOLVES = re.compile(r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["']|deepspeed_config_process|fill_match""")
+_TRAINERS = regex(r"\b(?:Seq2Seq|SFT|DPO|PPO|GRPO|Reward)?Trainer\b")
+_RESOLVES = regex(r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["']|deepspeed_config_process|fill_match""")
 
 # Keys that decide how a run computes; of the others (paths, intervals, bucket sizes) a duplicate is only untidy.
-_NUMERIC = re.compile(
+_NUMERIC = regex(
     r"fp16|bf16|bfloat16|fp8|amp$|dtype|precision|scale|hysteresis|clip|max_grad_norm|optim|stage$|zero_optimization|"
     r"accumulat|batch_size|learning_rate|^lr$|eps|betas|weight_decay|enabled",
     re.IGNORECASE,

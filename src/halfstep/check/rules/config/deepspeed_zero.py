@@ -10,6 +10,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.precision.node import Block, Items, Scalar
 
@@ -18,13 +19,13 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file or a variable
-_REFERENCE = re.compile(r"(^|_)ref(erence)?(_|$)|teacher", re.IGNORECASE)  # in the name of a variable
-_ASSIGNED = re.compile(r"(\w+)(?:: [\w\[\], ]+)? = \Z")
-_TRAINING = re.compile(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
+_INFERENCE = regex(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file or a variable
+_REFERENCE = regex(r"(^|_)ref(erence)?(_|$)|teacher", re.IGNORECASE)  # in the name of a variable
+_ASSIGNED = regex(r"(\w+)(?:: [\w\[\], ]+)? = \Z")
+_TRAINING = regex(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
 _COMPLETE = 5  # top-level keys of a file that is a whole configuration
 _SHORT = 3  # the same of a file with a batch size and ZeRO settings that is named for DeepSpeed
-_NAMED = re.compile(r"(?:deepspeed|ds)_?config\.json$", re.IGNORECASE)
+_NAMED = regex(r"(?:deepspeed|ds)_?config\.json$", re.IGNORECASE)
 
 
 class PrescaledGradients(DeepSpeedRule):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import UNKNOWN
 
@@ -26,13 +27,13 @@ _CORRECTIONS = {
     "16_mixed": "16-mixed", "fp16-mixed": "16-mixed", "bfloat16": "bf16-mixed", "bf16_mixed": "bf16-mixed",
     "bf-16": "bf16-mixed", "fp32": "32-true", "float32": "32-true", "float": "32-true", "32-bit": "32-true",
 }  # fmt: skip
-_ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
+_ADAPTER = regex(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
 _TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
-_TRAINS_TEXT = re.compile(rf"^\s*(?:{'|'.join(sorted(_TRAINS - {'train'}))})\s*:", re.MULTILINE)
-_ADAPTER_ON = re.compile(
+_TRAINS_TEXT = regex(rf"^\s*(?:{'|'.join(sorted(_TRAINS - {'train'}))})\s*:", re.MULTILINE)
+_ADAPTER_ON = regex(
     r"^\s*(?:use_|enable_)?q?_?(?:lora|peft|adapter)(?:_enabled?)?\s*:\s*true\b", re.MULTILINE | re.IGNORECASE
 )
-_INFERS = re.compile(r"\.(?:test|predict|validate)\(")
+_INFERS = regex(r"\.(?:test|predict|validate)\(")
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -223,8 +224,8 @@ _FIRST_VERSION = (
 
 
 # Methods of version 1 that version 2 rejects or does not have.
-_FIRST_API = re.compile(r"\b(?:add|from)_argparse_args\b|def (?:training|validation|test)_epoch_end\b|\bDDPPlugin\b")
-_NEMO = re.compile(r"exp_manager|megatron_amp|nemo", re.IGNORECASE)  # has its own names
+_FIRST_API = regex(r"\b(?:add|from)_argparse_args\b|def (?:training|validation|test)_epoch_end\b|\bDDPPlugin\b")
+_NEMO = regex(r"exp_manager|megatron_amp|nemo", re.IGNORECASE)  # has its own names
 
 
 class OldPrecisionName(LightningRule):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.formats import canonical_name
 
@@ -14,8 +15,8 @@ __all__ = ["RULES"]
 
 _SOURCE = "https://github.com/pytorch/torchtune/blob/main/"
 _DOCS = "https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html#model-precision"
-_ADAPTER = re.compile(r"lora|dora", re.IGNORECASE)
-_OPTIMIZER = re.compile(
+_ADAPTER = regex(r"lora|dora", re.IGNORECASE)
+_OPTIMIZER = regex(
     r"^(?:torch\.optim|bitsandbytes\.optim|torchao\.(?:optim|prototype\.low_bit_optim))\.(?!CPUOffload)\w+$"
 )
 _FULL = (

@@ -9,13 +9,14 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["RULES"]
 
 _DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
-_SUPPORTED = re.compile(r"[\w.]*\b(is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)\(\)")
+_SUPPORTED = regex(r"[\w.]*\b(is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)\(\)")
 _APEX = "https://github.com/NVIDIA/apex/pull/1896"
 
 

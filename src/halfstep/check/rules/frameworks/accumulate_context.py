@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.values import constant, text_of
@@ -41,7 +42,7 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
-_STEPS = re.compile(
+_STEPS = regex(
     r"^(n_|num_)?(grad(ient)?s?_?)?accum(ulate|ulation)?(_grad(ient)?s?)?_?(steps?|iters?|batches|every|freq)$|"
     r"^grad(ient)?_acc(um|umulation)?(_steps?)?$",
     re.IGNORECASE,

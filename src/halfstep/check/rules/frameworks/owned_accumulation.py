@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from halfstep.check.config.engines import read_engines
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
@@ -55,7 +56,7 @@ for step in range(num_steps):
 {after}
 """
 _STEP = "    engine.step()"
-_STEPS = re.compile(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
+_STEPS = regex(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
 _DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
 _KEY = "gradient_accumulation_steps"
 _BATCHES = "accumulate_grad_batches"

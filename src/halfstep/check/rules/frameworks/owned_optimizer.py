@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import anchor, subject, when
 from halfstep.check.script.flow.event import Event
@@ -100,7 +100,7 @@ for x, y in loader:
     accelerator.backward(loss_fn(model(x), y))
     optimizer.step()
 """
-_FACTORY = re.compile(r"^_?(get|make|build|create|init)_\w*optim(izer)?$|^\w*(Adam|AdamW|SGD|Adafactor|Lion)(8bit)?$")
+_FACTORY = regex(r"^_?(get|make|build|create|init)_\w*optim(izer)?$|^\w*(Adam|AdamW|SGD|Adafactor|Lion)(8bit)?$")
 _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
@@ -20,18 +21,16 @@ from halfstep.check.script.script import Script
 __all__ = ["RULES", "ScalerWithBf16"]
 
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
-_FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
-_OF_DEVICE = re.compile(r"device|cuda", re.IGNORECASE)
-_SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
-_ONLY_BF16 = re.compile(
-    r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
-)
-_BF16 = re.compile(r"bf(loat)?_?16", re.IGNORECASE)
+_FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
+_OF_DEVICE = regex(r"device|cuda", re.IGNORECASE)
+_SWITCH = regex(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
+_ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
+_BF16 = regex(r"bf(loat)?_?16", re.IGNORECASE)
 # `dtype in ("float16", "bfloat16")`
-_BOTH_FORMATS = re.compile(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
-_NEGATED = re.compile(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
-_CALLS = re.compile(r"\b(half|float)\(")  # casts of a tensor, not of the computation
-_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+_BOTH_FORMATS = regex(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
+_NEGATED = regex(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
+_CALLS = regex(r"\b(half|float)\(")  # casts of a tensor, not of the computation
+_FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
 def _creation(script: Script, scaler: Scaler) -> Event | None:

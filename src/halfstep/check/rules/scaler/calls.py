@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
@@ -42,8 +43,8 @@ _LIMITS = {
 }
 
 
-_FLAG = re.compile(r"(^|[._])(use_|with_|enable_)?(amp|fp16|half|mixed_precision|autocast)(_enabled)?$", re.IGNORECASE)
-_DEVICE = re.compile(r"(^|[._])device(_type|\.type)?$", re.IGNORECASE)
+_FLAG = regex(r"(^|[._])(use_|with_|enable_)?(amp|fp16|half|mixed_precision|autocast)(_enabled)?$", re.IGNORECASE)
+_DEVICE = regex(r"(^|[._])device(_type|\.type)?$", re.IGNORECASE)
 
 
 def _is_valid(value: float, limits: str) -> bool:

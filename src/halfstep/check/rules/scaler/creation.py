@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, compatible
@@ -24,15 +25,13 @@ __all__ = ["RULES"]
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
-_RUN = re.compile(
-    r"(^|_)(fold|seed|trial|run|split|repeat|experiment)s?($|_)", re.IGNORECASE
-)  # names of loop variables
-_ONE_STEP = re.compile(
+_RUN = regex(r"(^|_)(fold|seed|trial|run|split|repeat|experiment)s?($|_)", re.IGNORECASE)  # names of loop variables
+_ONE_STEP = regex(
     r"^_*(train|training|optimi[sz]ation|optimi[sz]e|update)_?(one_?|single_?)?(step|batch|iteration|iter)$",
     re.IGNORECASE,
 )
 _USES = ("scale", "scaler_step", "unscale", "handed")
-_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+_FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
 def _initial_scale(scaler: Scaler) -> str:

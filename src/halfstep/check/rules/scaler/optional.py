@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.absent import Absent, absent_scalers
 from halfstep.check.script.flow.conditions import holds_without, is_about
@@ -56,9 +57,9 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
-_AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
-_CONFIG = re.compile(r"^(self\.)?(args|opts?|cfg|config|conf|hp|hparams|flags|settings|params)\b", re.IGNORECASE)
-_OFF = re.compile(r"(^|[._])(no|not|disable|without)_|fp32|float32|full", re.IGNORECASE)
+_AMP_NAME = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
+_CONFIG = regex(r"^(self\.)?(args|opts?|cfg|config|conf|hp|hparams|flags|settings|params)\b", re.IGNORECASE)
+_OFF = regex(r"(^|[._])(no|not|disable|without)_|fp32|float32|full", re.IGNORECASE)
 _USES = ("scaler_step", "update", "unscale", "scale", "save_scaler", "load_scaler", "get_scale")
 
 

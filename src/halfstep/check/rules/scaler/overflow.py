@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
@@ -32,11 +33,11 @@ for x, y in loader:
     scaler.update()
 """
 _RAISE = "    if not torch.isfinite(norm):\n        raise RuntimeError('gradient norm is not finite')\n"
-_NOT_FINITE = re.compile(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
-_GRADIENT = re.compile(r"grad|norm", re.IGNORECASE)
-_LOSS = re.compile(r"loss", re.IGNORECASE)
+_NOT_FINITE = regex(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
+_GRADIENT = regex(r"grad|norm", re.IGNORECASE)
+_LOSS = regex(r"loss", re.IGNORECASE)
 # A limit on how many in a row are accepted, or a test of the scale itself.
-_LENIENT = re.compile(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
+_LENIENT = regex(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
 
 
 class OverflowRaises(TraceRule):

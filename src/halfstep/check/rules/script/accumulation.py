@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by, divides_gradients
@@ -30,24 +31,22 @@ __all__ = ["RULES"]
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
-_COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|\bstep\b|steps|iters|epochs|batches|total", re.IGNORECASE)
-_LOSS = re.compile(r"loss|err|grad(?!\w*acc)|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
-_LOSS_NAME = re.compile(r"^[\w.]*\b(scaled_|micro_|total_|backward_)?loss(es)?$|factor|scale|weight", re.IGNORECASE)
+_COUNTS = regex(r"\blen\b|num_|n_|_size|samples|\bstep\b|steps|iters|epochs|batches|total", re.IGNORECASE)
+_LOSS = regex(r"loss|err|grad(?!\w*acc)|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_LOSS_NAME = regex(r"^[\w.]*\b(scaled_|micro_|total_|backward_)?loss(es)?$|factor|scale|weight", re.IGNORECASE)
 # `round(nbs / batch_size)`: the nominal batch size of YOLO, whose loss is a sum over the batch.
-_NOMINAL = re.compile(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
-_NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
-_GRADIENT = re.compile(r"grads?(?![a-z_])")  # not `grad_accum_steps`
-_FACTOR = re.compile(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
-_RESCALES_LOSS = re.compile(r"loss|criterion|objective|rescale", re.IGNORECASE)
-_PRINTS = re.compile(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
-_PIECES = re.compile(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
+_NOMINAL = regex(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
+_NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
+_GRADIENT = regex(r"grads?(?![a-z_])")  # not `grad_accum_steps`
+_FACTOR = regex(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
+_RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
+_PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
+_PIECES = regex(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
 _FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
-_BACKWARDS = ("backward", "owned_backward")
-_UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
-_MEAN = re.compile(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
-_LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
+_MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
+_LOSS_FUNCTION = regex(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
 
 def _names(node: ast.AST) -> set[str]:

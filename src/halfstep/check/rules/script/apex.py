@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, implied, later
@@ -20,7 +20,7 @@ __all__ = ["RULES"]
 
 _APEX = "https://nvidia.github.io/apex/amp.html"
 _ADVANCED = "https://nvidia.github.io/apex/advanced.html"
-_LEVEL = re.compile(r"^O[0-5]$")  # O4 and O5 are those of the ROCm build
+_LEVEL = regex(r"^O[0-5]$")  # O4 and O5 are those of the ROCm build
 _LOOP = """\
 import torch
 from apex import amp

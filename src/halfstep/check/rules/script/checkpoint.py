@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.checkpoint import scaler_state_fix
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
@@ -48,17 +49,17 @@ if resume:
         scaler.update()
     torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){save}}}, path)
 """
-_SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
-_RESTORES = re.compile(r"load|resum|restor|restart", re.IGNORECASE)
-_LOADS = re.compile(r"load|resum|restor|register|setup|init", re.IGNORECASE)
-_TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
-_ABOUT = re.compile(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
+_SAVES = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
+_RESTORES = regex(r"load|resum|restor|restart", re.IGNORECASE)
+_LOADS = regex(r"load|resum|restor|register|setup|init", re.IGNORECASE)
+_TRAINS = regex(r"train|fit|epoch|step|loop", re.IGNORECASE)
+_ABOUT = regex(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
 # Names of what is not a scaler.
-_OTHERS = re.compile(
+_OTHERS = regex(
     r"optim|(^|_)opts?$|model|(^|_)nets?($|_)|sched|(^|_)ema($|_)|discriminator|generator|encoder", re.IGNORECASE
 )
-_BEST = re.compile(r"best|[<>](?!=? ?\d+$)")
-_PAST_END = re.compile(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
+_BEST = regex(r"best|[<>](?!=? ?\d+$)")
+_PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event, Guard, compatible
@@ -66,9 +67,9 @@ _INSIDE = """\
 {end}"""
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
-_MODEL = re.compile(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
-_COLLECTS = re.compile(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
-_CLEARS = re.compile(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
+_MODEL = regex(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
+_COLLECTS = regex(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
+_CLEARS = regex(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
 # What waits for the end of a window; with DeepSpeed the engine behind the Accelerator does.
 _SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward", "deepspeed_plugin"}
 

@@ -6,6 +6,7 @@ import ast
 import re
 
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.gradients import measures_only
@@ -29,8 +30,8 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-_CLIPS = re.compile(r"clip", re.IGNORECASE)
-_OWN = re.compile(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
+_CLIPS = regex(r"clip", re.IGNORECASE)
+_OWN = regex(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
 _BRANCHES = """\
 import torch
 scaler = torch.amp.GradScaler("cuda", enabled=use_amp)

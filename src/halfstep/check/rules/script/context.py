@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import is_float32_on_cpu
@@ -56,9 +57,9 @@ for x, y in loader:
     scaler.update()
 """
 # The name of an option for bfloat16, and a comparison with its name.
-_BF16 = re.compile(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
-_COMPARED = re.compile(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
-_ON_DEVICE = re.compile(r"[\w.]+ == ['\"](cuda|cpu)['\"]$|[\w.]+\.is_cuda$")
+_BF16 = regex(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
+_COMPARED = regex(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
+_ON_DEVICE = regex(r"[\w.]+ == ['\"](cuda|cpu)['\"]$|[\w.]+\.is_cuda$")
 _SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.unbound import is_bound
 from halfstep.check.script.script import Script
@@ -38,8 +39,8 @@ class _Use:
     call: ast.Call | None
 
 
-_DEVICE = re.compile(r"cuda|mps|xpu|npu|cpu|device|backend", re.IGNORECASE)
-_VERSION = re.compile(r"version|attr\(|callable|signature|amp|new|legacy|old|torch_?[0-9]|>=|<", re.IGNORECASE)
+_DEVICE = regex(r"cuda|mps|xpu|npu|cpu|device|backend", re.IGNORECASE)
+_VERSION = regex(r"version|attr\(|callable|signature|amp|new|legacy|old|torch_?[0-9]|>=|<", re.IGNORECASE)
 
 
 class DeprecatedAmp(ScriptRule):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -16,10 +17,10 @@ from halfstep.check.script.syntax.names import chain
 
 __all__ = ["PRECISION_OPTION", "RULES"]
 
-PRECISION_OPTION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
+PRECISION_OPTION = regex(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
-_BOOL = re.compile(r"bool|lambda (\w+): bool\(\1\)")
-_TRAINS = re.compile(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
+_BOOL = regex(r"bool|lambda (\w+): bool\(\1\)")
+_TRAINS = regex(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
 _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
 
 
@@ -112,7 +113,7 @@ def _stored(call: ast.Call, action: object) -> object:
     return {"store_true": True, "store_false": False}.get(str(action), ...)
 
 
-_FLAG = re.compile(r"(^|_)(fp16|bf16|amp|use_amp|half|tf32|fp8|mixed_precision|autocast)(_|$)|dtype|^scaler$|^grad_scaler$", re.IGNORECASE)  # fmt: skip
+_FLAG = regex(r"(^|_)(fp16|bf16|amp|use_amp|half|tf32|fp8|mixed_precision|autocast)(_|$)|dtype|^scaler$|^grad_scaler$", re.IGNORECASE)  # fmt: skip
 
 
 class FlagIsTuple(ScriptRule):

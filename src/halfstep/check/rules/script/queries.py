@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -16,22 +16,22 @@ from halfstep.check.script.syntax.names import chain
 __all__ = ["RULES"]
 
 # Functions that answer whether a format is available, by their full names; `is_available` counts for a precision flag only.
-_QUERIES = re.compile(
+_QUERIES = regex(
     r"torch\.(?:cuda|xpu|npu|mlu|musa)\.is_bf16_supported|unsloth\.is_b(?:f|float)16_supported|"
     r"transformers\.(?:utils\.|utils\.import_utils\.)?is_torch_(?:bf16|tf32|fp16)\w*|"
     r"torch\.is_autocast_enabled|torch\.amp\.(?:autocast_mode\.)?is_autocast_available|accelerate\.utils\.is_\w+_available"
 )
-_EITHER = re.compile(rf"{_QUERIES.pattern}|torch\.(?:cuda|xpu|mps|backends\.mps)\.is_available")
-_NAMED = re.compile(
+_EITHER = regex(rf"{_QUERIES.pattern}|torch\.(?:cuda|xpu|mps|backends\.mps)\.is_available")
+_NAMED = regex(
     r"\b(?:is_(?:bf|bfloat|fp)16_supported|is_torch_(?:bf16|tf32|fp16)\w*|is_autocast_(?:enabled|available)|"
     r"is_(?:bf16|fp16|fp8)_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
 )
 # The same without what stands before it: the regex engine searches for the literal prefix first, ten times as fast.
-_ASKED = re.compile(
+_ASKED = regex(
     r"is_(?:(?:bf|bfloat|fp)16_supported|torch_(?:bf16|tf32|fp16)\w*|autocast_(?:enabled|available)|"
     r"(?:bf16|fp16|fp8)_available|available)\b(?!\s*\()"
 )
-_SWITCH = re.compile(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
+_SWITCH = regex(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
 
 
 class QueryNotCalled(ScriptRule):

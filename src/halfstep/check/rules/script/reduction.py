@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.script import Script
@@ -16,7 +17,7 @@ from halfstep.check.script.syntax.scope import CallSite
 __all__ = ["RULES"]
 
 _COLLECTIVES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "allreduce")
-_REDUCES = re.compile(r"^_?(average|avg|sync|synchronize|all_?reduce|reduce|mean)_?(\w+_)?grad(ient)?s?(_\w+)?$", re.IGNORECASE)  # fmt: skip
+_REDUCES = regex(r"^_?(average|avg|sync|synchronize|all_?reduce|reduce|mean)_?(\w+_)?grad(ient)?s?(_\w+)?$", re.IGNORECASE)  # fmt: skip
 _LOOP = """\
 import torch
 import torch.distributed as dist

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, switched_off
@@ -22,7 +23,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["RULES"]
 
 # Anything that may compute in 16 bits without the word "autocast" in this file.
-_SIXTEEN = re.compile(
+_SIXTEEN = regex(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
@@ -34,13 +35,11 @@ _WRAPPERS = (
     "torch.distributed.fsdp.",
 )
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
-_COMMENTED = re.compile(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
-_COMMENT = re.compile(r"^\s*#.*|#[^'\"]*$")
+_COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
+_COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
-_LOSS = re.compile(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
-_NETWORK = re.compile(
-    r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE
-)  # losses that run a network
+_LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
+_NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
 _OF_TENSORS = {
     "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
     "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",

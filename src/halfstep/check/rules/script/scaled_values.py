@@ -7,6 +7,7 @@ import re
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
@@ -20,7 +21,7 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-_SCALE_NAME = re.compile(r"loss_?scale$", re.IGNORECASE)
+_SCALE_NAME = regex(r"loss_?scale$", re.IGNORECASE)
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\

@@ -7,6 +7,7 @@ import dataclasses
 import re
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
@@ -34,18 +35,18 @@ for x, y in loader:
     scaler.update()
 """
 # `epoch < warmup_epochs` chooses between schedules; each advances once per iteration.
-_PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
+_PHASE = regex(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 # A setting of a base class in another file: `self.scheduler_update_every_step`.
-_PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
-_IS_FLOAT16 = re.compile(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
-_MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
-_ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
-_TESTED_NORM = re.compile(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
-_FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+_PER_STEP = regex(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
+_IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
+_MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
+_ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
+_TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
+_FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
 _ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
 # Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
-_SCHEDULE = re.compile(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
+_SCHEDULE = regex(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
 _BF16 = """\
 import torch
 for x, y in loader:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, is_amp, switched_off, without_amp
@@ -76,11 +77,11 @@ class Trainer:
             self.train_step(x, y)
 """
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
-_FINITE = re.compile(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
-_INFINITE = re.compile(r"finite|inf(?!er|o)|overflow", re.IGNORECASE)
-_NORM = re.compile(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
-_STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
-_LOGS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
+_FINITE = regex(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
+_INFINITE = regex(r"finite|inf(?!er|o)|overflow", re.IGNORECASE)
+_NORM = regex(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
+_STEP = regex(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
+_LOGS = regex(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 

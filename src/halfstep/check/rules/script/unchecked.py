@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
@@ -27,14 +28,10 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-_CAUGHT = re.compile(
-    r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b"
-)  # what a forward out of memory raises
-_BATCH = re.compile(
-    r"step|batch|iter(?!ator)", re.IGNORECASE
-)  # functions that a caller in another file runs once per batch
-_WORD = re.compile(r"[A-Za-z_]\w+")
-_SETTINGS = re.compile(r"\b(args|cfg|config|conf|hparams|opts?|self)\.")  # two settings of one object are two variables
+_CAUGHT = regex(r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b")  # what a forward out of memory raises
+_BATCH = regex(r"step|batch|iter(?!ator)", re.IGNORECASE)  # functions that a caller in another file runs once per batch
+_WORD = regex(r"[A-Za-z_]\w+")
+_SETTINGS = regex(r"\b(args|cfg|config|conf|hparams|opts?|self)\.")  # two settings of one object are two variables
 _START = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")

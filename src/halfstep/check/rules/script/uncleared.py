@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
@@ -37,20 +38,20 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-_NOT_FINITE = re.compile(r"is_?(finite|nan|inf)\w*\(", re.IGNORECASE)
-_GRADIENT = re.compile(r"norm|grad", re.IGNORECASE)
+_NOT_FINITE = regex(r"is_?(finite|nan|inf)\w*\(", re.IGNORECASE)
+_GRADIENT = regex(r"norm|grad", re.IGNORECASE)
 # Calls that may clear the gradients or return to an earlier state.
-_RECOVERS = re.compile(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|skip_\w*\(", re.IGNORECASE)
+_RECOVERS = regex(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|skip_\w*\(", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
 # Any other way to clear gradients, or to start from new parameters.
-_OTHER_WAYS = re.compile(
+_OTHER_WAYS = regex(
     r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
     re.IGNORECASE,
 )
-_STEPS_ITSELF = re.compile(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
-_SCHEDULES = re.compile(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
+_STEPS_ITSELF = regex(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
+_SCHEDULES = regex(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
-_TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
+_TOTAL = regex(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _PLAIN = """\
 import torch
 optimizer = torch.optim.AdamW(model.parameters())

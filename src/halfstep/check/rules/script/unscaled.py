@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
@@ -46,12 +47,12 @@ for batch in loader:
     optimizer.step()
 """
 _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)  # without it autocast is off as well
-_FLOAT16 = re.compile(r"== (torch\.)?['\"]?(float16|fp16|half)")
+_DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)  # without it autocast is off as well
+_FLOAT16 = regex(r"== (torch\.)?['\"]?(float16|fp16|half)")
 _MODULE_STEPS = {"training_step", "forward", "shared_step", "_shared_step", "compute_loss"}
 _PLAIN_TRAINERS = ("pytorch_metric_learning.trainers.",)
-_SETTING = re.compile(r"(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+$")
-_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+_SETTING = regex(r"(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+$")
+_FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
 class Fp16WithoutScaler(TraceRule):

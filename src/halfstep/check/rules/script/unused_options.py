@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
@@ -19,12 +20,12 @@ from halfstep.check.script.syntax.children import all_nodes
 
 __all__ = ["RULES"]
 
-_STORED = re.compile(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
-_FLAG = re.compile(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
+_FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
 _FEW = 5  # fields; with fewer, a file may as well only create the object
-_SCALE = re.compile(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
-_FORMAT = re.compile(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
-_AMP = re.compile(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
+_STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
+_SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
+_FORMAT = regex(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
+_AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
     "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
     "args = parser.parse_args()\nscaler = torch.amp.GradScaler('cuda'{flag})\nfor x, y in loader:\n    optimizer.zero_grad()\n"

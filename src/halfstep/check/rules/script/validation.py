@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, loops_around, without_amp
@@ -21,10 +22,10 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
-_HARMLESS = re.compile(
+_HARMLESS = regex(
     r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log|MemoryTrace"
 )
-_VALIDATION = re.compile(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
+_VALIDATION = regex(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _TRAIN = """\
 import torch
@@ -39,28 +40,26 @@ for x, y in loader:
 """
 _VALIDATE = 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n'
 MAX_FORWARDS = 100  # without gradients that are looked at; generated code has more
-_OTHER_MODEL = re.compile(
+_OTHER_MODEL = regex(
     r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip|psnr|ssim|niqe|fid|inception|metrics?)([._]|$)|ref_model|text_enc"
 )
-_MODEL = re.compile(r"(model|net|network|policy)$", re.IGNORECASE)
-_EVALUATION = re.compile(
+_MODEL = regex(r"(model|net|network|policy)$", re.IGNORECASE)
+_EVALUATION = regex(
     r"^_*(run_|do_)?(val|valid|validate|validation|eval|evaluate|evaluation|test)(_|$)|_(validate|evaluate)$"
 )
-_TRAINS = re.compile(r"(self\.)?(is_)?train(ing)?")
-_LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
-_KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
-_WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
-_DUMMY = re.compile(r"dummy", re.IGNORECASE)  # inputs that only show a shape
-_MADE_UP = re.compile(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
-_METHODS = re.compile(r"^(generate|predict|encode)")
+_TRAINS = regex(r"(self\.)?(is_)?train(ing)?")
+_LOSS = regex(r"(loss|crit|criterion)$", re.IGNORECASE)
+_KERNEL = regex(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
+_WRAPPER = regex(r"accelerator|fabric|trainer", re.IGNORECASE)
+_DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
+_MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
+_METHODS = regex(r"^(generate|predict|encode)")
 _MOVES = {"to", "cuda", "half", "float", "type"}
-_LOADER = re.compile(r"loader|_dl\b|iterator", re.IGNORECASE)
-_SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
+_LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
+_SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
-_DRAWS = re.compile(
-    r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE
-)
-_ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
+_DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
+_ASIDE = regex(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
 
 
 class ScalerInValidation(TraceRule):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
@@ -45,17 +46,11 @@ _CHOSEN = (
     .replace("dtype=torch.float16)", "dtype=dtype)")
     .replace("{optimizer}", "SGD")
 )
-_OPTION = re.compile(
-    r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
-)  # its last name
-_FLOAT16_TEST = re.compile(r"([\w.]+) (?:==|is) torch\.(?:float16|half)")
-_OTHER_RUNS = re.compile(
-    r"infer|eval|test|export|predict|cpu|cuda|device|(^|_)mode\b|dtype|backend|bits", re.IGNORECASE
-)
-_NO_TRAINING = re.compile(r"infer|eval|test|export|predict|cpu|(^|_)mode\b|backend|bits", re.IGNORECASE)
-_LOADS = re.compile(
-    r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
-)
+_OPTION = regex(r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)")  # its last name
+_FLOAT16_TEST = regex(r"([\w.]+) (?:==|is) torch\.(?:float16|half)")
+_OTHER_RUNS = regex(r"infer|eval|test|export|predict|cpu|cuda|device|(^|_)mode\b|dtype|backend|bits", re.IGNORECASE)
+_NO_TRAINING = regex(r"infer|eval|test|export|predict|cpu|(^|_)mode\b|backend|bits", re.IGNORECASE)
+_LOADS = regex(r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$")
 
 
 def trained_casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, when
 from halfstep.check.script.objects.formats import passed_for
@@ -35,7 +36,7 @@ _CLASSES = {
     "timm.utils.model_ema.ModelEma", "timm.utils.model_ema.ModelEmaV2", "timm.utils.model_ema.ModelEmaV3",
     "diffusers.training_utils.EMAModel", "diffusers.EMAModel", "torch_ema.ExponentialMovingAverage", "ema_pytorch.EMA",
 }  # fmt: skip
-_EMA_CLASS = re.compile(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
+_EMA_CLASS = regex(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
 
 
 class EmaInSixteenBits(ScriptRule):

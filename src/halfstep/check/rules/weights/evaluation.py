@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
@@ -16,7 +17,7 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "is_copied"]
 
-_EVALUATES = re.compile(r"^_*(run_|do_)?(eval|valid|test|infer)", re.IGNORECASE)
+_EVALUATES = regex(r"^_*(run_|do_)?(eval|valid|test|infer)", re.IGNORECASE)
 _ENGINE = """\
 import torch
 def train_one_epoch(model, loader, optimizer):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import choices_of, is_exercise
 from halfstep.check.rules.weights.quantized import quantizations
@@ -50,7 +51,7 @@ args = TrainingArguments("out", learning_rate=1e-4{flags})
 Trainer(model=model, args=args, train_dataset=data).train()
 """
 # These cast the float16 parts of the model to float32.
-_RAISES = re.compile(r"prepare_model_for_(kbit|int8)|prepare_for_(kbit|int8)|upcast|convert_fp16_to_fp32")
+_RAISES = regex(r"prepare_model_for_(kbit|int8)|prepare_for_(kbit|int8)|upcast|convert_fp16_to_fp32")
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 

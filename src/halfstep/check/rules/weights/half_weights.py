@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.casts import trained_casts
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
@@ -33,10 +34,8 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
-_LIFTED = re.compile(r"'fp32'.*'amp'|'amp'.*'fp32'")
-_TYPED = re.compile(
-    r"dtype ?= ?\w+\.dtype|\.(to|type)\(\w+\.dtype\)|\.half\(\)"
-)  # new parameters have the model's dtype
+_LIFTED = regex(r"'fp32'.*'amp'|'amp'.*'fp32'")
+_TYPED = regex(r"dtype ?= ?\w+\.dtype|\.(to|type)\(\w+\.dtype\)|\.half\(\)")  # new parameters have the model's dtype
 
 
 class HalfWeightsPlainOptimizer(ScriptRule):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.half_weights import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
@@ -28,10 +28,10 @@ from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES", "in_autocast", "with_autocast"]
 
-_CAST = re.compile(r"float\(|float32")
-_REFERENCE = re.compile(r"(^|[._])(ref|reference|teacher|old)(_|$)")
-_CRITERION = re.compile(r"^(criterion|loss_fn|loss_func|loss_function)$")
-_RANKS = re.compile(r"(^|[._])(argmax|topk|(calc_|compute_|get_)?acc(uracy)?\d?)$")
+_CAST = regex(r"float\(|float32")
+_REFERENCE = regex(r"(^|[._])(ref|reference|teacher|old)(_|$)")
+_CRITERION = regex(r"^(criterion|loss_fn|loss_func|loss_function)$")
+_RANKS = regex(r"(^|[._])(argmax|topk|(calc_|compute_|get_)?acc(uracy)?\d?)$")
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
     "torch.nn.functional.cross_entropy",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
@@ -57,7 +58,7 @@ Trainer(model=model, args=args, train_dataset=data).train()
 _QWEN = "Qwen/Qwen3-0.6B"
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _FAR = 5  # lines
-_TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
+_TESTS = regex(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
 
 
 def is_exercise(script: Script) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
 from halfstep.check.script.objects.outputs import leaves_autocast
@@ -248,7 +249,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
-_NOT_FINITE = re.compile(r"is_?(nan|inf|finite)", re.IGNORECASE)
+_NOT_FINITE = regex(r"is_?(nan|inf|finite)", re.IGNORECASE)
 
 
 class NanTimesZero(ScriptRule):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training
 from halfstep.check.script.objects.choices import strings_of
@@ -43,7 +44,7 @@ _SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretraine
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
 _BY_NAME = ("globals", "locals", "vars", "eval", "exec")  # reads variables by name
-_OF_FORMAT = re.compile(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
+_OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
 
 def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:

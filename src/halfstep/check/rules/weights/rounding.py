@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.evaluation import is_copied
 from halfstep.check.rules.weights.masters import is_exercise
@@ -39,7 +39,7 @@ for step, (x, y) in enumerate(loader):
 """
 _IN_PLACE = "    model.to(torch.float16)\n    save_file(model.state_dict(), f'{step}.safetensors')\n    model.to(torch.float32)\n"
 _COPY = "    state = {k: v.to(torch.float16) for k, v in model.state_dict().items()}\n    save_file(state, f'{step}.safetensors')\n"
-_WRITES = re.compile(r"save|state_dict|export|upload|push_to_hub")
+_WRITES = regex(r"save|state_dict|export|upload|push_to_hub")
 _TRAINS = frozenset({"parameters", "named_parameters", "train"})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.values import make_scaler, text_of
@@ -26,7 +27,7 @@ _MIRRORED: dict[type[ast.cmpop], str] = {
 }
 
 
-_OF_TRAINING = re.compile(r"finite|nan\b|isinf|loss|norm|grad", re.IGNORECASE)  # what a test during training is about
+_OF_TRAINING = regex(r"finite|nan\b|isinf|loss|norm|grad", re.IGNORECASE)  # what a test during training is about
 
 
 class Conditions:

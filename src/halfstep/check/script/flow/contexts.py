@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Guard, Region
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -14,9 +15,9 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Contexts"]
 
-_NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
-_AUTOCAST = re.compile(r"autocast(_(context|ctx|manager))?$")  # of a framework or another file
-_FLOAT8 = re.compile(
+_NOTHING = regex(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
+_AUTOCAST = regex(r"autocast(_(context|ctx|manager))?$")  # of a framework or another file
+_FLOAT8 = regex(
     r"(^|[._])(fp8|float8|mxfp8|fp4|nvfp4)_"
 )  # `fp8_autocast` changes matrix products, not torch's autocast
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import Conditions, holds_without
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
@@ -22,14 +23,12 @@ from halfstep.check.script.syntax.outline import Binding, Function
 __all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early", "passed_at"]
 
 _PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
-_FLAG = re.compile(
-    r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$"
-)
-_DYNAMIC = re.compile(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
-_ATTRIBUTE = re.compile(r"\bself\.\w+")
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
-_AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
+_DEVICE = regex(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
+_FLAG = regex(r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$")
+_DYNAMIC = regex(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
+_ATTRIBUTE = regex(r"\bself\.\w+")
+_NAME = regex(r"[A-Za-z_][\w.]*")
+_AMP_NAME = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
 
 
 class EarlyRead(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
@@ -16,9 +16,9 @@ from halfstep.check.script.syntax.outline import Outline
 __all__ = ["Assignment", "Divisions", "assignments_before", "divided_by", "divides_gradients"]
 
 _DIVIDES = {"div", "div_", "divide", "true_divide"}
-_ABOVE_ONE = re.compile(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
+_ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
-_RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
+_RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
 
 
 def divided_by(node: ast.AST) -> list[str]:

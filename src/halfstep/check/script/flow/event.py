@@ -9,11 +9,11 @@ are known to exclude each other without running anything.
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.values import Autocast
 from halfstep.check.script.syntax.outline import Function
@@ -30,9 +30,9 @@ class Loop(NamedTuple):
     column: int
 
 
-_SETTING = re.compile(r"(<|<=|>|>=) -?\d+\)*$|== 1$")
-_SHAPE = re.compile(r"\.(size\(|shape\b)")
-_ACCUMULATION = re.compile(
+_SETTING = regex(r"(<|<=|>|>=) -?\d+\)*$|== 1$")
+_SHAPE = regex(r"\.(size\(|shape\b)")
+_ACCUMULATION = regex(
     r"%|accum|grad\w*_acc\b|acc_(step|iter|batch|grad)|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
     r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step|\b(every_n_\w+|(is_)?divisible(_by)?)\("
 )

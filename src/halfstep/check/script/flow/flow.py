@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import Conditions, leaves_block, leaving
 from halfstep.check.script.flow.contexts import Contexts
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
@@ -27,15 +28,13 @@ __all__ = ["Item", "Jump", "read_flow"]
 
 MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
 # Names that contain "model" without being one: model_path, model_state.
-_ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
-_ABOUT_OPTIMIZER = re.compile(
-    r"file|path|name|type|class|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs"
-)
+_ABOUT_MODEL = regex(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_ABOUT_OPTIMIZER = regex(r"file|path|name|type|class|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
 # Calls that only store the function they receive, or run it at another time.
-_LATER = re.compile(
+_LATER = regex(
     r"register|hook|thread|process|signal|compile|jit|partial|submit|append|add_|set_|lr_?lambda", re.IGNORECASE
 )
-_ABOUT_LOSS = re.compile(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
+_ABOUT_LOSS = regex(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
 
 
 @dataclass(frozen=True, eq=False)

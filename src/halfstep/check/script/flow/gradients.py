@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.order import STEPS, between, implied, is_amp, is_setting, rebound_between
 from halfstep.check.script.flow.trace import Trace
@@ -32,18 +33,18 @@ __all__ = [
     "unscaled_between",
 ]
 
-_INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
-_TESTS = re.compile(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGNORECASE)
+_INFINITE = regex(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
+_TESTS = regex(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGNORECASE)
 # Calls that may compute gradients themselves.
-_COMPUTES = re.compile(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|update|closure|engine|strategy", re.IGNORECASE)
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
-_HARMLESS = re.compile(
+_COMPUTES = regex(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|update|closure|engine|strategy", re.IGNORECASE)
+_DEVICE = regex(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
+_HARMLESS = regex(
     r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
 _AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
-_WORD = re.compile(r"[A-Za-z_]\w+")
+_WORD = regex(r"[A-Za-z_]\w+")
 _COMMON = {
     "args",
     "self",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+from halfstep.check.regex import regex
 
 __all__ = ["Guard", "possible"]
 
@@ -30,8 +31,8 @@ class Guard(NamedTuple):
         return Guard(self.text, not self.is_true)
 
 
-_COMPARISON = re.compile(r"^(.+?) (==|<=|>=|<|>|in) (-?\d[\d.e-]*|'[^']*'|\"[^\"]*\"|[\[({].*[\])}])$")
-_JOINED = re.compile(r" (and|or|if|not) ")
+_COMPARISON = regex(r"^(.+?) (==|<=|>=|<|>|in) (-?\d[\d.e-]*|'[^']*'|\"[^\"]*\"|[\[({].*[\])}])$")
+_JOINED = regex(r" (and|or|if|not) ")
 
 
 @dataclass(frozen=True)

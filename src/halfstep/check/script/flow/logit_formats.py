@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import RESHAPES, element_of, is_move, iterated, keeps_format, latest
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
@@ -24,7 +24,7 @@ MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 _HEADS = frozenset({"lm_head", "output_head"})
 # A cast there is for something else than training.
-_ASIDE = re.compile(r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|convert|debug")
+_ASIDE = regex(r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|convert|debug")
 _NOTHING: frozenset[str] = frozenset()
 
 

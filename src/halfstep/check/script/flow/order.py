@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.trace import Trace
@@ -45,38 +46,32 @@ __all__ = [
 ]
 
 STEPS = ("scaler_step", "opt_step", "owned_step")
-_AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
+_AMP = regex(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
 # Conditions that change within a run, whatever they are called after: the end of a window, a test of gradients.
-_VARYING = re.compile(
+_VARYING = regex(
     r"last|sync|final|bound|flush|now\b|should|do_|update|step|ready|skip|finite|nan|\binf|is_?inf|idx|index|count|unscal|done|"
     r"\b(i|it|iter|iteration|epoch|batch|batch_(i|num|id))\b|except@|case@",
     re.IGNORECASE,
 )
 # What is read from settings does not vary, whatever it is called: `args.skip_nan`, `config.training.unscale`.
-_CONFIGURED = re.compile(
-    r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE
-)
-_SAME_IN_RUN = re.compile(r"(^|\.)(get_(world_size|rank|local_rank|device_capability)|device_count|is_available)$")
-_MODE = re.compile(r"[A-Za-z_][\w.]* (==|in) \(?['\"\[]")
-_NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
+_CONFIGURED = regex(r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE)
+_SAME_IN_RUN = regex(r"(^|\.)(get_(world_size|rank|local_rank|device_capability)|device_count|is_available)$")
+_MODE = regex(r"[A-Za-z_][\w.]* (==|in) \(?['\"\[]")
+_NAME = regex(r"[A-Za-z_][\w.]*\(?")
 _PURE = {
     "len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "type(", "lower(", "upper(",
     "torch.cuda.is_available(",
 }  # fmt: skip
-_AVAILABLE = re.compile(r"(^|\.)(is_\w*available|is_initialized|get_world_size|get_rank)\($")
+_AVAILABLE = regex(r"(^|\.)(is_\w*available|is_initialized|get_world_size|get_rank)\($")
 AnyLoop = ast.For | ast.AsyncFor | ast.While
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
-_ON_GPU = re.compile(r"cuda|available", re.IGNORECASE)
-_FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
-_FP16_FLAG = re.compile(r"^[\w.]*(fp16|float16)$", re.IGNORECASE)
-_NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
+_DEVICE = regex(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
+_ON_GPU = regex(r"cuda|available", re.IGNORECASE)
+_FLOAT16_IN = regex(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
+_FP16_FLAG = regex(r"^[\w.]*(fp16|float16)$", re.IGNORECASE)
+_NOT_FLOAT32 = regex(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
 # Another format than float16: where it is not chosen, float16 may be.
-_OTHER_FORMAT = re.compile(
-    r"^\(?[\w.\[\]'\"]+ == (torch\.)?['\"]?(bf16|bfloat16|fp8|float8|int8|bf16-mixed)\w*['\"]?\)?$"
-)
-_FULL = re.compile(
-    r"fp32|float32|['\"](no|O0)['\"]|== 32|(amp|precision|fp16)\w* == ['\"](none|off)['\"]", re.IGNORECASE
-)
+_OTHER_FORMAT = regex(r"^\(?[\w.\[\]'\"]+ == (torch\.)?['\"]?(bf16|bfloat16|fp8|float8|int8|bf16-mixed)\w*['\"]?\)?$")
+_FULL = regex(r"fp32|float32|['\"](no|O0)['\"]|== 32|(amp|precision|fp16)\w* == ['\"](none|off)['\"]", re.IGNORECASE)
 
 
 class TraceRule(ScriptRule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -12,17 +13,17 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = ["returns_scaler", "scales_by_hand", "stores"]
 
 # Functions that save, restore, print or log what they receive, and do not train with it.
-_STORES = re.compile(
+_STORES = regex(
     r"save|load|restor|resum|check_?point|ckpt|snapshot|serial|state|dump|export|log(_|$|g(er|ing))|print|summar|report|describe",
     re.IGNORECASE,
 )
-_VERB = re.compile(r"_*(maybe_|try_)?(save|load|restore|resume|log|print)(_|$)", re.IGNORECASE)
-_TRAINS = re.compile(
+_VERB = regex(r"_*(maybe_|try_)?(save|load|restore|resume|log|print)(_|$)", re.IGNORECASE)
+_TRAINS = regex(
     r"train|fit|epoch|step|update|optimi[sz]e(?!r)|backward|batch|iter|loop|run|engine|learn|clip|unscale|prepare|wrap",
     re.IGNORECASE,
 )
 # Functions that receive the scale for display, or only convert it.
-_SHOWS = re.compile(
+_SHOWS = regex(
     r"log|print|write|scalar|info|debug|warn|append|postfix|update|format|metric|record|track|report|meter|join|display|wandb|"
     r"description|^(float|int|str|round|max|min|abs|isinstance|dict|tuple|list|tensor|item|math\.\w+|torch\.(log2?|tensor))$",
     re.IGNORECASE,

@@ -10,6 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
@@ -24,25 +25,25 @@ __all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
 _READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
-_MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
+_MAY_UNSCALE = regex(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
-_OPTIMIZER = re.compile(
+_OPTIMIZER = regex(
     r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|(?-i:_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_])",
     re.IGNORECASE,
 )
-_MODEL = re.compile(
+_MODEL = regex(
     r"^(ddp_)?(model|net|network)(_(train|eval|ddp|dp|parallel|without_ddp))*$"
     r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export|unwrap|wrap|compile|update|freeze|convert|train|evaluate|log|reset)"
     r").*_model$"
 )
-_FORWARD = re.compile(
+_FORWARD = regex(
     r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step|"
     r"generate|predict(_(?!step$|proba$)\w+)?|encode_(image|text))$"
 )
-_LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
-_SCHEDULER = re.compile(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
-_OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
-_OPTIM_CLASS = re.compile(
+_LOSS = regex(r"loss\W*$", re.IGNORECASE)
+_SCHEDULER = regex(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
+_OWNERS = regex(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
+_OPTIM_CLASS = regex(
     r"(Adam|SGD|Lion|Adafactor|Adagrad|RMSprop|LAMB|Lamb|RAdam|AdaBelief|Ranger|Muon|Shampoo|Optimizer|Adadelta|NAdam)"
 )
 
@@ -342,8 +343,7 @@ class Recogniser:
 
     def _on_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
-        kind = self.kind_of(key, function)
-        return Action("update", scaler=key) if kind in {"scaler", "wrapper"} else None
+        return Action("update", scaler=key) if self.kind_of(key, function) in {"scaler", "wrapper"} else None
 
     def _on_zero_grad(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return Action("zero_grad", optimizer=key_of(receiver))

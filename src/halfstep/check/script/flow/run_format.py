@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import field_defaults, strings_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of, returned_by
 from halfstep.check.script.objects.values import MAX_VALUES, UNKNOWN, argument, constant, text_of
@@ -31,9 +32,9 @@ _WHEN = {
     GPU: "trains in bf16 where the GPU supports it",
     OPTION: "trains in bf16 if it is turned on",
 }
-_BF16 = re.compile(r"bf16|bfloat16", re.IGNORECASE)
-_SUPPORT = re.compile(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
-_CAPABILITY = re.compile(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
+_BF16 = regex(r"bf16|bfloat16", re.IGNORECASE)
+_SUPPORT = regex(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
+_CAPABILITY = regex(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
 States = frozenset[str]
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
@@ -16,10 +17,10 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["Omission", "is_always_float16", "omitted_float16"]
 
-_FLOAT16 = re.compile(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
-_BFLOAT16 = re.compile(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
-_CUDA = re.compile(r"\bcuda\b")
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
+_FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
+_BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
+_CUDA = regex(r"\bcuda\b")
+_DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
 _WRITTEN = {"torch.float16", "torch.half"}
 _MAX_DEPTH = 3  # variables between a scaler and the test that enables it
 Test = tuple[ast.expr, bool]  # an expression and the value it has where the scaler is enabled

@@ -6,6 +6,7 @@ import ast
 import re
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -20,8 +21,8 @@ RESHAPES = frozenset({
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone",
     "gather", "index_select", "masked_select", "narrow", "expand",
 })  # fmt: skip
-_TEMPERATURE = re.compile(r"(^|[._])(\w+_)?(temperature|temp|tau|T)$")
-_DEVICE = re.compile(r"device|cuda|gpu|rank|cpu|non_blocking", re.IGNORECASE)
+_TEMPERATURE = regex(r"(^|[._])(\w+_)?(temperature|temp|tau|T)$")
+_DEVICE = regex(r"device|cuda|gpu|rank|cpu|non_blocking", re.IGNORECASE)
 _SELECTS = {
     "torch.masked_select", "torch.index_select", "torch.reshape", "torch.flatten", "torch.squeeze", "torch.gather",
 }  # fmt: skip

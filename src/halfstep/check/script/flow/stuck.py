@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import constant, text_of
@@ -17,7 +18,7 @@ __all__ = ["StuckWindow", "stuck_window"]
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_BEFORE = re.compile(r"__init__|load|resume|restore|reset|setup", re.IGNORECASE)  # what runs before the training
+_BEFORE = regex(r"__init__|load|resume|restore|reset|setup", re.IGNORECASE)  # what runs before the training
 
 
 @dataclass(frozen=True)

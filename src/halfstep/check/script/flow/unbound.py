@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
@@ -13,7 +13,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 __all__ = ["is_bound", "unbound_scalers"]
 
 _PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
-_DYNAMIC = re.compile(r"\bsetattr\(|__getattr(ibute)?__|__dict__|\bvars\(|__slots__|namedtuple|@\w*\.?dataclass")
+_DYNAMIC = regex(r"\bsetattr\(|__getattr(ibute)?__|__dict__|\bvars\(|__slots__|namedtuple|@\w*\.?dataclass")
 _USES = ("scale", "unscale", "scaler_step")
 
 

@@ -10,6 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
@@ -31,22 +32,22 @@ __all__ = [
 ]
 
 # Names of the number of micro-batches.
-ACCUMULATION = re.compile(
+ACCUMULATION = regex(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
-_MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
+_MODULO = regex(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
 # Functions that test it: `divisible_by(step, accumulate)`, `self.every_n_iters(runner, self.update_interval)` of mmcv's hooks.
-_EVERY = re.compile(r"\b(?:every_n_\w+|(?:is_)?divisible(?:_by)?)\([^()]+, ([A-Za-z_][\w.\[\]'\"]*|\d+)\)")
-_REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
-_WRAPPED = re.compile(r"^([A-Za-z_][\w.]*) == 0$")
-_NOT_REACHED = re.compile(r"<=? ([A-Za-z_][\w.\[\]'\"]*)$")
-_FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
+_EVERY = regex(r"\b(?:every_n_\w+|(?:is_)?divisible(?:_by)?)\([^()]+, ([A-Za-z_][\w.\[\]'\"]*|\d+)\)")
+_REACHED = regex(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
+_WRAPPED = regex(r"^([A-Za-z_][\w.]*) == 0$")
+_NOT_REACHED = regex(r"<=? ([A-Za-z_][\w.\[\]'\"]*)$")
+_FINITE = regex(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
-_CHUNKS = re.compile(r"chunk|split", re.IGNORECASE)
-_SIZE = re.compile(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather than how many there are
-_PART = re.compile(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
-_MICRO = re.compile(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
-_COUNTER = re.compile(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
+_CHUNKS = regex(r"chunk|split", re.IGNORECASE)
+_SIZE = regex(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather than how many there are
+_PART = regex(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
+_MICRO = regex(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
+_COUNTER = regex(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -29,12 +30,10 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "is_attached_elsewhere", "upcasts_parameters"]
 
-_ADAPTERS = re.compile(
-    r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
-)
+_ADAPTERS = regex(r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE)
 _KEYWORDS = {"peft_config", "quantization_config", "load_in_4bit", "load_in_8bit"}
 # Names that ask about adapters, configure or store them.
-_ATTACHES_NOTHING = re.compile(
+_ATTACHES_NOTHING = regex(
     r"^_*(is|has|print|save|export|merge|unmerge|count|log|parse|get_peft_model_state|get_lora)_|Config$|available|"
     r"_(args|arguments|options|parser|flags|settings|paths?|dirs?|names|state_dict)$|"
     r"^_*(make|create|build|get|load|read|default)_\w*config$"
@@ -42,7 +41,7 @@ _ATTACHES_NOTHING = re.compile(
 _ENUMS = {"TaskType", "PeftType"}  # arguments of a configuration
 
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
-_FLAG = re.compile(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
+_FLAG = regex(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
 
 
 class Attachment(NamedTuple):

@@ -6,6 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.formats import AUTO, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["is_language_model", "stored_low"]
 
 # Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
-_LOW_CHECKPOINTS = re.compile(
+_LOW_CHECKPOINTS = regex(
     r"llama-?[234]|qwen|mi[sx]tral|ministral|gemma-?3|gemma-\d+b|gemma-2-\d+b-it|phi-?[1-4]|deepseek|smollm[23]|internlm[23]|glm-?4|"
     r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
     re.IGNORECASE,
 )
 # A directory whose name says nothing about the checkpoint in it.
-_ANY_MODEL = re.compile(
+_ANY_MODEL = regex(
     r"^(.*[\\/])?(\w*model|checkpoints?|ckpt|weights|out|output|merged|final|pretrained)[\\/]*$", re.IGNORECASE
 )
-_LANGUAGE_MODEL = re.compile(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
+_LANGUAGE_MODEL = regex(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
 
 
 def is_language_model(cast: Cast) -> bool:

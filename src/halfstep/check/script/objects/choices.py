@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Callable
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
@@ -42,8 +43,8 @@ DTYPES = {
     **{f"torch.float8_{name}": "float8" for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")},
 }
 # Tests of the device: true with CUDA, and true without.
-_CUDA = re.compile(r"cuda(?!.*(bf16|capability))|(^|[._])gpu", re.IGNORECASE)
-_CPU = re.compile(r"== ['\"]cpu['\"]")
+_CUDA = regex(r"cuda(?!.*(bf16|capability))|(^|[._])gpu", re.IGNORECASE)
+_CPU = regex(r"== ['\"]cpu['\"]")
 Choices = frozenset[str]
 _NOTHING: Choices = frozenset({UNKNOWN})
 

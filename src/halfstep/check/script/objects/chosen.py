@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.expressions import conditions_of
@@ -25,8 +26,8 @@ __all__ = ["chosen_when", "condition_text", "dtype_values", "float16_ways", "is_
 MAX_DEPTH = 5
 MAX_WAYS = 8
 Guards = tuple[Guard, ...]
-_GPU = re.compile(r"is_available\(\)|(^|[._])(device|use_cuda|cuda|gpu|has_cuda|use_gpu)(\.type|_type)?$|'cuda'")
-_CPU = re.compile(r"== '(cpu|mps)'$")
+_GPU = regex(r"is_available\(\)|(^|[._])(device|use_cuda|cuda|gpu|has_cuda|use_gpu)(\.type|_type)?$|'cuda'")
+_CPU = regex(r"== '(cpu|mps)'$")
 
 
 def chosen_when(outline: Outline, node: ast.expr, function: Function, name: str) -> list[Guards]:

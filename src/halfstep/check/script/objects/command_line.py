@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
@@ -22,7 +23,7 @@ _SHOWS = frozenset({
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
-_UNRELATED = re.compile(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
+_UNRELATED = regex(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

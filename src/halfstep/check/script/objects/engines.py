@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant
@@ -57,7 +58,7 @@ _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "se
 _TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
-_WITHOUT = re.compile(
+_WITHOUT = regex(
     r"accelerat(?!or\.(is_|sync_|unwrap_|num_|process|optimizer_|scaler|device))|fabric(?!\.(is_|global_|world_))|deepspeed|engine",
     re.IGNORECASE,
 )

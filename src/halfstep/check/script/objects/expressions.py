@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.syntax.names import key_of
@@ -28,9 +29,9 @@ _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16":
 
 
 # What a function that computes a loss is passed: `loss_fn(x, guidance_scale)` is no loss scale, `loss_fn(x, loss_scale)` may be.
-_LOSS_SCALE = re.compile(r"scaler|scaled|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
+_LOSS_SCALE = regex(r"scaler|scaled|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 # Scales of sizes, images and initial weights, which no loss carries.
-_OTHER_SCALE = re.compile(
+_OTHER_SCALE = regex(
     r"(multi|gray|grey|up|down|guidance|cfg|full|large|single|img|image|lr|weight_init)_?scaled?|scale_?factors?|scaled_(init|dot)|scales$"
 )
 

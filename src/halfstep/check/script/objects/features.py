@@ -8,10 +8,10 @@ it.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Names, chain, read_names
@@ -20,8 +20,8 @@ __all__ = ["features_of_script"]
 
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "layer_norm", "GroupNorm": "group_norm"}
 _CONVOLUTIONS = {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose2d"}
-_LENGTH = re.compile(r"seq|context|ctx|block_size|max_len|max_tokens|length")
-_ADAM8BIT = re.compile(r"(?:Paged)?(?:Adam|AdamW|Ademamix)8bit")
+_LENGTH = regex(r"seq|context|ctx|block_size|max_len|max_tokens|length")
+_ADAM8BIT = regex(r"(?:Paged)?(?:Adam|AdamW|Ademamix)8bit")
 _SIXTEEN = {"torch.float16", "torch.bfloat16", "torch.half"}
 _AUTOCAST = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast"}
 # Features that consist of two calls.
@@ -223,6 +223,4 @@ def _plain_calls(statements: list[ast.stmt]) -> Iterator[ast.Call]:
                 yield node
 
 
-_MODULE = re.compile(
-    r"(?:^|\.)(?:\w*model|\w*net|\w*encoder|\w*decoder|\w*backbone|unet|transformer|generator|module)$"
-)
+_MODULE = regex(r"(?:^|\.)(?:\w*model|\w*net|\w*encoder|\w*decoder|\w*backbone|unet|transformer|generator|module)$")

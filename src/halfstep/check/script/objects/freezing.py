@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
@@ -21,29 +22,27 @@ __all__ = [
 ]
 
 
-_ATTACHES = re.compile(
+_ATTACHES = regex(
     r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_(?!\w*(ids|mask|inputs|labels|batch|hooks?|optimizer|scheduler)$)"
 )
-_CREATES = re.compile(r"\bnn\.|Linear|Module|Parameter|Embedding|lora|adapter|setattr|register", re.IGNORECASE)
+_CREATES = regex(r"\bnn\.|Linear|Module|Parameter|Embedding|lora|adapter|setattr|register", re.IGNORECASE)
 _ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
 # Parts that are attached to a loaded model, in float32.
-_ADDED = re.compile(
+_ADDED = regex(
     r"lora|adapter|prompt|query|proj|head|classifier|connector|resampler|mlp|gate|\bln|norm|memory|router|new|float|new_|extra|custom",
     re.IGNORECASE,
 )
 # Layers that recipes keep in float32 next to 16-bit weights, as a condition names them; matrices are another matter.
-_SMALL = re.compile(
-    r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2"
-)
-_CHANGES = re.compile(
+_SMALL = regex(r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2")
+_CHANGES = regex(
     r"requires_grad(_\(|\s*=[^=])|\.float\(|float32|\.to\(|\.data\b|kbit|lora|adapter|peft|quant|freez|\bsetattr\(",
     re.IGNORECASE,
 )
-_CHOOSES = re.compile(
+_CHOOSES = regex(
     r"requires_grad(_\(|\s*=\s*)(?!(True|False|requires_grad=)\b)[\w(]"
 )  # `p.requires_grad_(name in trained)`
-_LIFTS = re.compile(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
-_OF_GRADIENT = re.compile(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
+_LIFTS = regex(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
+_OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import Cast, VariableCast, conditions_of
@@ -14,9 +15,9 @@ from halfstep.check.script.syntax.outline import Outline
 
 __all__ = ["cast_layers", "defines_optimizer"]
 
-_MATRICES = re.compile(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
+_MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
 # Names of the bits that 16-bit weights do not have, in optimizers that keep them elsewhere.
-_LOW_BITS = re.compile(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
+_LOW_BITS = regex(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
 
 
 def cast_layers(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[tuple[Cast, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import entries_of, hand_scaled, scale_names
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -13,7 +14,7 @@ __all__ = ["BCE", "bce_of", "may_be_scaled"]
 
 BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 
-_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
+_CRITERION = regex(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 
 
 def bce_of(outline: Outline, func: ast.expr, function: Function) -> str:

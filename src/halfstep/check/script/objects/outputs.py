@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import Source, element_of, sources_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
 from halfstep.check.script.objects.modules import attribute_values, created_classes
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["MODEL_NAME", "Exit", "called_in_autocast", "in_no_grad", "keeps_dtype", "leaves_autocast", "leaves_engine"]
 
 MAX_CALLS = 4  # functions between the output of a model and its loss
-_CASTS = re.compile(r"float\(|float32|fp32|softmax|upcast|\.double\(")
+_CASTS = regex(r"float\(|float32|fp32|softmax|upcast|\.double\(")
 # A function or module with such a name is no model whose last layer is a matrix product.
-MODEL_NAME = re.compile(
+MODEL_NAME = regex(
     r"model|net|classifier|head|backbone|student|encoder|decoder|policy|actor|gpt|llm|\blm\b|vit|bert", re.IGNORECASE
 )
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
 _ENGINE_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
-_PRODUCT = re.compile(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
+_PRODUCT = regex(r"^torch\.nn\.(Linear|Bilinear|Conv(Transpose)?\dd)$")
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 # These cast the output of a model that they wrap back to float32, or open regions of their own.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")

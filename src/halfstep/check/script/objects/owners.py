@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of, options_of
@@ -15,7 +15,7 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["clipped_models", "is_of_another", "optimized_models", "share"]
 
-_OPTIMIZER = re.compile(r"_*(optim|optimizer|optimiser|opt)$")
+_OPTIMIZER = regex(r"_*(optim|optimizer|optimiser|opt)$")
 
 
 def clipped_models(script: Script, event: Event) -> frozenset[str]:

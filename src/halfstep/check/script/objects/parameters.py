@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
@@ -13,7 +14,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["is_model_name", "owners_of"]
 
-_GROUPS = re.compile(r"param|group|decay|layer", re.IGNORECASE)
+_GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
 
 
 def owners_of(

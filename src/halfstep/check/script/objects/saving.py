@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Collection, Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -27,17 +28,15 @@ __all__ = [
 ]
 
 MAX_DEPTH = 4
-_RESTORES = re.compile(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
-_SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
+_RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
+_SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
-_CHECKPOINT = re.compile(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
-_SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
+_CHECKPOINT = regex(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
+_SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
-_HOLDS = re.compile(
-    r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$"
-)
+_HOLDS = regex(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$")
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 

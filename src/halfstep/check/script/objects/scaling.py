@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, later
 from halfstep.check.script.flow.trace import Trace
@@ -16,15 +17,15 @@ __all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_forgotten", "is_o
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
 # What these provide does not touch the loss: seeds, loaders, kernels, offloading.
-_HELPERS = re.compile(
+_HELPERS = regex(
     r"^accelerate\.(utils\.)?(set_seed|init_empty_weights|infer_auto_device_map|dispatch_model|load_checkpoint\w*|"
     r"find_executable_batch_size|logging|get_logger|init_on_device|cpu_offload)(\.|$)|^accelerate\.logging\.|"
     r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
     r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
 )
-_DATA_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
+_DATA_SCALER = regex(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 # Names of what may scale a loss; `guidance_scale` and `ax.set_xscale` are none.
-_SCALES = re.compile(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
+_SCALES = regex(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 _STATE = {"state_dict", "load_state_dict", "get_scale", "is_enabled"}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.regex import regex
+
 __all__ = ["grad_of", "reads_gradients", "tensor_of"]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
@@ -17,9 +19,7 @@ _READS = {
     "nan_to_num_",
 }  # functions of torch that take a gradient
 # Functions of other files that read every gradient: `get_grad_norm`, `compute_gradient_norm`, `total_grad_norm_`.
-_GRAD_NORM = re.compile(
-    r"^_?(?!clip|log)(\w+_)?(grad|gradient|grads|gradients)_?(l2_?)?norms?_?(fp32)?$", re.IGNORECASE
-)
+_GRAD_NORM = regex(r"^_?(?!clip|log)(\w+_)?(grad|gradient|grads|gradients)_?(l2_?)?norms?_?(fp32)?$", re.IGNORECASE)
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -34,7 +34,7 @@ def tensor_of(node: ast.expr) -> ast.expr:
 
 
 # `torch.randn_like(p.grad) * sigma`, `weight_decay * p.data`; another gradient has the same scale.
-_UNSCALED = re.compile(r"\brandn(_like)?\(|\bnormal(_like)?\(|noise|weight_decay|\bwd\b")
+_UNSCALED = regex(r"\brandn(_like)?\(|\bnormal(_like)?\(|noise|weight_decay|\bwd\b")
 
 
 def grad_of(node: ast.expr) -> bool:

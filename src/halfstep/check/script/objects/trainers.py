@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.expressions import arms_of, conditions_of
@@ -28,21 +29,21 @@ __all__ = [
     "unsharded_when",
 ]
 
-_ARGUMENTS = re.compile(
+_ARGUMENTS = regex(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM|PPO|PPOv2|XPO|NashMD)Config$"
 )
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
-_COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
+_COMPENSATES = regex(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
-_ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
+_ENGINES = regex(r"deepspeed|fsdp", re.IGNORECASE)
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
-_SEVERAL = re.compile(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
-_TRAINER = re.compile(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
+_SEVERAL = regex(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
+_TRAINER = regex(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
 # What tells the Trainer that it has to divide the loss, or divides it.
-_SCALES = re.compile(
+_SCALES = regex(
     r"loss_is_scaled_for_ga|model_accepts_loss_kwargs|accepts_loss_kwargs|current_gradient_accumulation_steps"
 )
-PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
+PARSES = regex(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
 def is_trainer(outline: Outline, name: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
@@ -53,7 +54,7 @@ _PLAIN = (
     "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
 )  # fmt: skip
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
-_MASTERS = re.compile(
+_MASTERS = regex(
     r"master_?(weight|param|copy|copies|dtype|grad|fp32|model)|fp32_(master|param|copy|copies|weight|group|from)|"
     r"params?_(fp32|master)|FP16_?Optimizer|(?-i:^amp_C$)|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
     r"cast_training_params|upcast_trainable",
@@ -63,18 +64,14 @@ _MASTERS = re.compile(
 
 _is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
-_PREPARES = re.compile(
-    r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE
-)
-_READS = re.compile(r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)", re.IGNORECASE)  # changes nothing
-_ASIDE = re.compile(
+_PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
+_READS = regex(r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)", re.IGNORECASE)  # changes nothing
+_ASIDE = regex(
     r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
-_MAKES_OPTIMIZER = re.compile(
-    r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
-)
+_MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
 

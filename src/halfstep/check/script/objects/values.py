@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from halfstep.check.finding import Place
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import (
     DTYPES,
     MAX_VALUES,
@@ -64,7 +65,7 @@ SCALERS = {
 
 
 # Arguments of a learning-rate schedule.
-_OF_OPTIMIZER = re.compile(r"opt|(^|[_.])lrs?($|_)|learning_?rate|group", re.IGNORECASE)
+_OF_OPTIMIZER = regex(r"opt|(^|[_.])lrs?($|_)|learning_?rate|group", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)

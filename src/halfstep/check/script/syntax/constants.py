@@ -62,7 +62,14 @@ class Constants:
                 self._variables[key] = self._variable(*key)
             return self._variables[key]
         if isinstance(node, ast.Attribute):
-            return self._attribute(node, function) if self.fixed_attributes else None
+            if not self.fixed_attributes:
+                return None
+            key = (key_of(node), function)
+            if not key[0]:
+                return self._attribute(node, function)
+            if key not in self._variables:
+                self._variables[key] = self._attribute(node, function)
+            return self._variables[key]
         if isinstance(node, ast.Subscript):
             return self._entry(node.value, node.slice, function) if key_of(node) not in self.outline.bindings else None
         if isinstance(node, ast.NamedExpr):

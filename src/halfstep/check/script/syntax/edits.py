@@ -13,10 +13,11 @@ import re
 from collections.abc import Sequence
 
 from halfstep.check.finding import Edit
+from halfstep.check.regex import regex
 
 __all__ = ["Lines"]
 
-_BREAK = re.compile(r"\r\n|\r|\n")
+_BREAK = regex(r"\r\n|\r|\n")
 
 
 class Lines:

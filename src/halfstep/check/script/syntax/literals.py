@@ -16,6 +16,7 @@ import copy
 import re
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.constants import Constants, is_literal
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -24,7 +25,7 @@ __all__ = ["write_in_place"]
 
 # A switch that is off: whoever writes `USE_AMP = False` may turn it on, and the code behind it is not dead.
 _SWITCHES = {"enabled"}
-_PARTS = re.compile(r"save|check_?point|ckpt|snapshot|resum|restor|state", re.IGNORECASE)
+_PARTS = regex(r"save|check_?point|ckpt|snapshot|resum|restor|state", re.IGNORECASE)
 _NAMED = (ast.Name, ast.Attribute, ast.Subscript, ast.NamedExpr, ast.Call)
 
 

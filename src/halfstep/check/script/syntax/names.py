@@ -8,13 +8,14 @@ Nothing is imported for this: only the import statements of the script itself ar
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from halfstep.check.regex import regex
+
 __all__ = ["Imported", "Names", "chain", "is_one", "key_of", "read_names"]
 
-_BY_VARIABLE = re.compile(r"\[(?!['\"]|-?\d)")
+_BY_VARIABLE = regex(r"\[(?!['\"]|-?\d)")
 # The names that a star import from these modules binds, as far as rules need them.
 _STARS = {
     "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),

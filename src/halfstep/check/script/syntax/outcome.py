@@ -14,6 +14,7 @@ import ast
 from collections.abc import Callable
 from functools import lru_cache
 
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.scope import Function, default_of
 
 __all__ = ["outcome"]
@@ -114,7 +115,7 @@ def _matched(statement: ast.Match, known: Known) -> object:
 def _leaves(statement: ast.stmt) -> bool:
     if isinstance(statement, _SIMPLE):
         return False
-    return any(isinstance(n, (ast.Return, ast.Raise)) for n in ast.walk(statement))
+    return any(isinstance(n, (ast.Return, ast.Raise)) for n in statements_in(statement))
 
 
 def _value(node: ast.expr, known: Known) -> object:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import Names, key_of
 from halfstep.check.script.syntax.scope import Binding, CallSite, Choice, Function, StatementCall
 
@@ -142,7 +143,7 @@ class Outline:
             return
         target = self._named(value.func, function) if isinstance(value, ast.Call) else None
         if target is not None and target.name != "__init__":
-            returned = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return)]
+            returned = [n.value for n in statements_in(target.node) if isinstance(n, ast.Return)]
             elements = [_element(v, index) if v is not None else None for v in returned]
             if None not in elements:
                 yield from ((element, target) for element in elements if element is not None)
@@ -169,6 +170,8 @@ class Outline:
 
     def _method_of(self, owner: str, name: str, function: Function) -> Function | None:
         """The method of an object that is created from one class of this file."""
+        if name not in self._by_name:
+            return None  # no class of this file has such a method
         is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
         classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
         # Of two classes, such as a scaler and its replacement, neither is certain; one that is also imported is one.

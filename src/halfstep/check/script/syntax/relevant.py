@@ -8,13 +8,14 @@ walking it. On real projects this avoids more than half of the work.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_statements
+from halfstep.check.script.syntax.words import words_in
 
 __all__ = ["NO_WORDS", "RuleWords", "relevant_functions", "shortest"]
 
@@ -30,14 +31,14 @@ _WORDS = (
     "self.cfg =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
-_AMP = re.compile(r"amp(?<![A-Za-z]amp)")
-_CRITERION = re.compile(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is assigned to a name
-_CREATED = re.compile(r"(?:BCE|CrossEntropy)Loss\(")
+_AMP = regex(r"amp(?<![A-Za-z]amp)")
+_CRITERION = regex(r"(\w+)\s*=\s*[\w.]*$")  # what stands before a loss that is assigned to a name
+_CREATED = regex(r"(?:BCE|CrossEntropy)Loss\(")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
 
-_BREAK = re.compile(r"\r\n|\r|\n")
+_BREAK = regex(r"\r\n|\r|\n")
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -66,15 +67,17 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
     forwards = _FORWARDS if "autocast" in text else ()
     relevant = {f for f, lines in functions.items() if _AMP.search(lines)}
     # The frequent words first, so that fewer functions are searched for the many others.
-    for some in (_FREQUENT, (*shortest((*_WORDS, *losses, *forwards, *words)), *criteria)):
-        relevant |= _with_words({f: lines for f, lines in functions.items() if f not in relevant}, some)
+    for some in (_FREQUENT, shortest((*_WORDS, *losses, *forwards, *words))):
+        searched = {f: lines for f, lines in functions.items() if f not in relevant}
+        relevant |= _with_any(searched, words_in("\n".join(searched.values()), some))
+    relevant |= _with_words({f: lines for f, lines in functions.items() if f not in relevant}, criteria)
     # Calls are searched below the line of `def`, which has the function's own name.
     remaining = {f: text[starts[f.lineno] : starts[f.end_lineno or f.lineno]] for f in functions if f not in relevant}
     added: Collection[ast.FunctionDef | ast.AsyncFunctionDef] = relevant
-    searched: set[str] = set()
+    known: set[str] = set()
     while remaining and added:
-        calls = {f"{f.name}(" for f in added if not f.name.startswith("__")} - searched
-        searched |= calls
+        calls = {f"{f.name}(" for f in added if not f.name.startswith("__")} - known
+        known |= calls
         added = _with_words(remaining, calls)
         relevant |= added
         for function in added:
@@ -100,7 +103,10 @@ def shortest(words: tuple[str, ...]) -> tuple[str, ...]:
 def _with_words(functions: dict[Def, str], words: Iterable[str]) -> set[Def]:
     """The functions whose lines contain any of the words; most words occur in none, which one search shows."""
     together = "\n".join(functions.values())
-    present = [word for word in words if word in together]
+    return _with_any(functions, [word for word in words if word in together])
+
+
+def _with_any(functions: dict[Def, str], present: list[str]) -> set[Def]:
     return {f for f, lines in functions.items() if any(word in lines for word in present)}
 
 

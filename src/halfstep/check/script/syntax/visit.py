@@ -85,9 +85,11 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
     out.names = read_names(imports)
     for key, bindings in out.bindings.items():
         # `autocast = torch.autocast`: a variable that only renames a name of torch.
+        if not key.isidentifier() or key in out.names.table:
+            continue
         fulls = {out.names.full(b.value) if b.value is not None and b.index is None else "" for b in bindings}
         full = fulls.pop() if len(fulls) == 1 else ""
-        if full.startswith("torch.") and ".amp." in full and key.isidentifier() and key not in out.names.table:
+        if full.startswith("torch.") and ".amp." in full:
             out.names.table[key] = full
     return out
 

@@ -1,0 +1,37 @@
+"""Words are found with few searches, and none is missed."""
+
+import pytest
+
+from halfstep.check.registry import words_of_rules
+from halfstep.check.script.syntax.words import _by_part, contains_any, words_in
+
+WORDS = ('"--fp16"', "fp16: bool", "fp16", "autocast", "t5-large", "flan-t5")
+
+
+@pytest.mark.parametrize(
+    ("text", "present"),
+    [
+        ("", []),
+        ("fp16", ["fp16"]),
+        ('parser.add_argument("--fp16")', ['"--fp16"', "fp16"]),
+        ("    fp16: bool = False", ["fp16", "fp16: bool"]),
+        ("with autocast():", ["autocast"]),
+        ("google/flan-t5", ["flan-t5"]),
+        ("google/t5-small", []),
+    ],
+)
+def test_words_are_those_that_the_text_contains(text, present):
+    """As a search for each word would find them."""
+    assert sorted(words_in(text, WORDS)) == present
+    assert contains_any(text, WORDS) is bool(present)
+
+
+def test_each_word_of_the_rules_is_found():
+    """Every word that a rule declares is found in a text of that word alone."""
+    words = (*words_of_rules("script").words, *words_of_rules("script").lines)
+    assert [word for word in words if word not in words_in(word, words) or not contains_any(word, words)] == []
+
+
+def test_words_that_share_a_part_are_one_search():
+    """A text without the part is searched once for all of them."""
+    assert [part for part, _ in _by_part(('"--fp16"', "fp16: bool", "autocast"))] == ["fp16", "autocast"]
