@@ -237,3 +237,23 @@ def test_a_function_with_its_own_model_clips_as_it_likes():
 def test_an_engine_that_another_file_creates_is_known_by_its_name(text, expected):
     """`model_engine` with backward and step is DeepSpeed's in a script that uses DeepSpeed."""
     assert [finding.code for finding in check(text)] == expected
+
+
+UNDECIDED = """import deepspeed
+import torch
+
+ds_config = {{"train_batch_size": 8, "bf16": {{"enabled": flag}}, "zero_optimization": {{"stage": 2}}{more}}}
+engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = engine(x)
+    engine.backward(loss)
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(("more", "count"), [("", 1), (', "torch_autocast": {"enabled": True}', 0), (", **more", 0)])
+def test_autocast_around_an_engine_of_an_unknown_mode(more, count):
+    """DeepSpeed disables it in every mode; only `torch_autocast`, which a part that is not shown may have, decides."""
+    reports = [f for f in check(UNDECIDED.format(more=more)) if f.code == "HS293"]
+    assert [f.severity for f in reports] == ["advice"] * count

@@ -120,6 +120,103 @@ def test_a_dictionary_passed_to_deepspeed_is_a_configuration():
     assert config.origin == "deepspeed.initialize"
 
 
+RETURNED = """\
+import deepspeed
+def {name}(stage):
+    zero = {{"stage": stage, "overlap_comm": True}}
+    {dictionary}
+def evaluation():
+    zero = {{"stage": 0}}
+    return zero
+"""
+DICTIONARY = "{'train_batch_size': 8, 'train_micro_batch_size_per_gpu': 1, 'zero_optimization': zero}"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_strict"), [("get_train_ds_config", True), ("deepspeed_config", True), ("words", False)]
+)
+def test_a_dictionary_that_a_function_returns_goes_by_its_name(name, is_strict):
+    """The name of the function shows what a dictionary without a variable is for."""
+    (config,) = deepspeed(RETURNED.format(name=name, dictionary=f"return {DICTIONARY}"))
+    assert config.strict is is_strict
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("run(deepspeed_config={part})", "train.py"),
+        ("everything = {{'model': 'x', 'deepspeed': {part}}}", "train.py"),
+        ("class DeepSpeedConfig:\n    def make(self):\n        return {part}", "train.py"),
+        ("def make():\n    return {part}", "ds_utils.py"),
+    ],
+)
+def test_the_names_around_a_dictionary_show_what_it_is_for(text, path):
+    """An argument, a key, a class and a file; without one of them the keys may be another program's."""
+    part = "{'train_batch_size': 8, 'zero_optimization': {'stage': 2}}"
+    text = f"import deepspeed\n{text.format(part=part)}\n"
+    configs = configs_in_script(ast.parse(text), Source(path, text, "python"), Settings())
+    assert [c.strict for c in configs if c.kind == "deepspeed"] == [True]
+    plain = "import deepspeed\nrun(config=" + part + ")\n"
+    assert [c.strict for c in deepspeed(plain)] == [False]
+
+
+def test_a_part_in_a_variable_of_the_function_is_read():
+    """`"zero_optimization": zero` is the dictionary that this function binds, not the one of another function."""
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=f"return {DICTIONARY}"))
+    assert config.value("zero_optimization", "overlap_comm") is True
+    changed = f"zero['overlap_comm'] = False\n    return {DICTIONARY}"
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=changed))
+    assert config.value("zero_optimization", "overlap_comm") is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("dictionary", "call"),
+    [
+        (f"return {DICTIONARY}", "deepspeed.initialize(model=model, config=make(2))"),
+        (f"return {DICTIONARY}", "cfg = make(2)\ndeepspeed.initialize(model=model, config=cfg)"),
+        (f"out = {DICTIONARY}\n    return out", "cfg = make(2)\ndeepspeed.initialize(model=model, config=cfg)"),
+        (f"return {DICTIONARY}", "import copy\ndeepspeed.initialize(model=model, config=copy.deepcopy(make(2)))"),
+    ],
+)
+def test_a_dictionary_is_followed_from_the_function_that_returns_it_to_the_call(dictionary, call):
+    """DeepSpeed gets what the function returns, itself, in a variable or as a copy."""
+    (config,) = deepspeed(RETURNED.format(name="make", dictionary=dictionary) + call + "\n")
+    assert (config.origin, config.strict) == ("deepspeed.initialize", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "enabled"),
+    [
+        ("ds_config['bf16' if ok else 'fp16'] = {'enabled': True}", UNKNOWN),
+        ("ds_config['fast' if ok else 'slow'] = {'enabled': True}", True),
+        ("part = {'bf16': {'enabled': True}}\nds_config.update(part)", UNKNOWN),
+        ("part = {'steps_per_print': 10}\nds_config.update(part)", True),
+    ],
+)
+def test_a_change_by_two_keys_or_by_another_dictionary_is_followed(change, enabled):
+    """The keys that may be set are unknown, and all others are read as before."""
+    text = "ds_config = {'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}}\n"
+    (config,) = [c for c in deepspeed(f"import deepspeed\n{text}{change}\n") if c.entry("zero_optimization")]
+    assert config.value("bf16", "enabled") is enabled
+    assert config.value("zero_optimization", "stage") == 2
+
+
+def test_a_dictionary_that_extends_another_one_has_its_keys():
+    """`{**base, "bf16": ...}` is the base with the keys that follow in their place; an unknown base hides keys."""
+    text = "import deepspeed\nbase = {'train_batch_size': 8, 'bf16': {'enabled': False}}\nds = {**base, 'zero_optimization': {}, 'bf16': {'enabled': True}}\n"
+    config = deepspeed(text)[-1]
+    assert (config.value("train_batch_size"), config.value("bf16", "enabled"), config.root.open) == (8, True, False)
+    config = deepspeed(text.replace("**base", "**load()"))[-1]
+    assert (config.value("train_batch_size"), config.root.open) == (UNKNOWN, True)
+
+
+def test_dictionaries_that_repeat_each_other_are_read_quickly():
+    """Each dictionary contains the one before it twice: only a few levels are followed."""
+    levels = "".join(f"d{i} = {{'a': d{i - 1}, 'b': d{i - 1}}}\n" for i in range(1, 60))
+    text = f"import deepspeed\nd0 = {{'a': 1}}\n{levels}ds_config = {{'zero_optimization': {{'stage': 2}}, 'x': d59}}\n"
+    assert len(deepspeed(text)) == 1
+
+
 def test_a_dictionary_of_another_program_is_not_strict():
     """mmengine's strategy and the like take their own keys out before DeepSpeed sees the rest."""
     inner = "{'zero_optimization': {'stage': 2}, 'inputs_to_half': [0], 'fp16': {'enabled': True}}"
@@ -248,3 +345,19 @@ def test_the_precision_of_a_trainer_is_read_in_every_form(text):
 def test_the_precision_of_a_trainer_is_not_guessed(text):
     """Options of another file, a computed argument and a dictionary without the Trainer's keys give none."""
     assert not [c for c in read(TRAINER + text) if c.value("precision") == 16]
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        ("Training(gradient_clip_val=1.0, precision='bf16-true')", 1),
+        ("Training(max_epochs=3, precision='16-true')", 1),
+        ("Training(max_epochs=3, precision='bf16')", 0),
+        ("Inference(devices=1, precision='bf16-true')", 0),
+        ("Training(rate=0.1, precision='bf16-true')", 0),
+    ],
+)
+def test_settings_of_a_trainer_in_another_file(call, count):
+    """A class of the project with a value that only Lightning has, next to arguments of training."""
+    configs = read(f"from settings import Training, Inference\nsettings = {call}\n")
+    assert [c.kind for c in configs] == ["lightning"] * count

@@ -126,3 +126,20 @@ def test_a_deprecated_name_under_another_name_is_still_deprecated(text, lines):
     reports = findings("import torch\n" + text, "HS190")
     assert [f.line for f in reports] == lines
     assert not any(f.fix for f in reports)
+
+
+@pytest.mark.parametrize(
+    ("test", "count"),
+    [
+        ("device.type == 'cuda'", 1),
+        ("torch.cuda.is_available()", 1),
+        ("version >= (2, 4)", 0),
+        ("hasattr(torch, 'amp')", 0),
+    ],
+)
+def test_a_branch_by_device_is_no_fallback(test, count):
+    """The old name for one device and the new one for the others is not a choice by version."""
+    text = (
+        f"import torch\nif {test}:\n    c = torch.cuda.amp.autocast()\nelse:\n    c = torch.amp.autocast(device.type)\n"
+    )
+    assert len(findings(text, "HS190")) == count

@@ -232,3 +232,78 @@ loader = {reader}(args)
 def test_loss_scale_that_nobody_reads(reader, used, expected):
     """A loss scale of the command line counts like a precision, and a function that builds data reads none."""
     assert [f.line for f in findings(APEX.format(reader=reader, used=used), "HS139")] == expected
+
+
+SHOWN = """\
+import argparse, json, wandb
+from transformers import Trainer, TrainingArguments
+from other import Base, build
+parser = argparse.ArgumentParser()
+parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--rate", type=float)
+class Run:
+    def __init__(self, options):
+        self.args = options
+def main(opts):
+    trainer = Trainer(model, TrainingArguments("out", learning_rate=opts.rate, bf16=True))
+args = parser.parse_args()
+main(args)
+{rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "count"),
+    [
+        ("print(vars(args))", 1),
+        ("wandb.init(config=vars(args))", 1),
+        ("for key, value in sorted(vars(args).items()):\n    print(f'{key}: {value}')", 1),
+        ("everything = vars(args)\njson.dump(everything, file)", 1),
+        ("Run(args)", 1),
+        ("config = args\nprint(config.rate)", 1),
+        ("everything = vars(args)\nbuild(everything)", 0),
+        ("for key, value in vars(args).items():\n    setattr(config, key, value)", 0),
+        ("build(**vars(args))", 0),
+        ("class Derived(Base):\n    def __init__(self, options):\n        self.args = options\nDerived(args)", 0),
+        ("config = args\nbuild(config)", 0),
+        ("def other(settings):\n    build(settings)\nother(args)", 0),
+        ("print(args.bf16)", 0),
+    ],
+)
+def test_an_option_of_a_namespace_that_is_only_shown(rest, count):
+    """Printing, logging and saving all options reads none; a class of the file reads what the file shows."""
+    assert [f.line for f in findings(SHOWN.replace("{rest}", rest), "HS139")] == [5] * count
+
+
+SETTINGS = """\
+from dataclasses import asdict, dataclass
+from trl import PPOTrainer
+@dataclass
+class Settings:
+    name: str = "gpt2"
+    rate: float = 1e-5
+    batch: int = 4
+    steps: int = 10
+    clip: float = 1.0
+    bf16: bool = False
+class Run:
+    def __init__(self, settings: Settings):
+        self.s = settings
+    def train(self):
+        trainer = PPOTrainer(self.s.name, self.s.rate, self.s.batch, self.s.steps{rest})
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "count"),
+    [(", self.s.clip", 1), (", self.s.clip, self.s.bf16", 0), (", asdict(self.s), self.s.clip", 0), ("", 0)],
+)
+def test_a_field_that_the_file_which_trains_never_reads(rest, count):
+    """Reported where the file reads nearly all other fields, and not where the object may be read as a whole."""
+    assert [f.line for f in findings(SETTINGS.replace("{rest}", rest), "HS139")] == [10] * count
+
+
+def test_a_field_read_by_a_global_object_is_read():
+    """`config = Settings()` gives the field's default a name: `config.bf16` reads it."""
+    text = SETTINGS.replace("{rest}", ", self.s.clip") + "config = Settings()\nuse(config.bf16)\n"
+    assert findings(text, "HS139") == []

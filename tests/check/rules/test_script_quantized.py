@@ -167,3 +167,79 @@ trainer.train()
 def test_a_model_config_of_which_only_the_name_is_read(option, model, num):
     """TRL's trainers load a model by its name without quantization; the ModelConfig must be passed on or read."""
     assert len(findings(MODEL_CONFIG.format(option=option, model=model), "HS289")) == num
+
+
+CHOSEN = """\
+import argparse, torch
+from dataclasses import dataclass
+from transformers import BitsAndBytesConfig, TrainingArguments
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--precision", choices=["fp16", "bf16"])
+args = parser.parse_args()
+@dataclass
+class Settings:
+    bf16: bool = True
+    other: bool = False
+settings = Settings()
+def train(config, bf16=False, fast=True):
+    on_gpu = torch.cuda.is_available()
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
+    {train}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (
+            "TrainingArguments('out', bf16=torch.cuda.is_bf16_supported(), fp16=not torch.cuda.is_bf16_supported())",
+            "GPU",
+        ),
+        ("TrainingArguments('out', bf16=torch.cuda.get_device_capability()[0] >= 8)", "GPU"),
+        ("TrainingArguments('out', bf16=True if on_gpu else False)", "GPU"),
+        ("TrainingArguments('out', bf16=config.get('bf16', True), fp16=config.get('fp16', False))", "default"),
+        ("TrainingArguments('out', bf16=getattr(config, 'bf16', True))", "default"),
+        ("TrainingArguments('out', bf16=settings.bf16)", "trains in bf16"),
+        ("TrainingArguments('out', bf16=config.get('bf16', False))", "turned on"),
+        ("TrainingArguments('out', bf16=bool(bf16 and on_gpu), fp16=not bf16)", "turned on"),
+        ("TrainingArguments('out', bf16=args.precision == 'bf16')", "turned on"),
+        ("Accelerator(mixed_precision='bf16')", "trains in bf16"),
+    ],
+)
+def test_a_flag_that_is_on_in_some_run(train, words):
+    """By the GPU, by a default or by an option: the compute dtype is float16 in every run, and so in that one."""
+    (finding,) = findings(CHOSEN.format(dtype="torch.float16", train=train), "HS268")
+    assert (finding.line, words in finding.message) == (16, True)
+    assert findings(CHOSEN.format(dtype="torch.bfloat16", train=train), "HS268") == []
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "TrainingArguments('out', bf16=config['bf16'])",
+        "TrainingArguments('out', bf16=config.get('fast', False))",
+        "TrainingArguments('out', bf16=fast and config.mixed)",
+        "TrainingArguments('out', bf16=config.format == 'bf16')",
+        "TrainingArguments('out', bf16=False and bf16)",
+        "TrainingArguments('out', bf16=bf16, fp16=True)",
+        "quantized.bnb_4bit_compute_dtype = torch.bfloat16\n    TrainingArguments('out', bf16=bf16)",
+        "Accelerator(mixed_precision=config.precision)",
+    ],
+)
+def test_a_flag_that_the_file_does_not_explain(train):
+    """Values from elsewhere, flags of something else, and a dtype that is changed later."""
+    assert findings(CHOSEN.format(dtype="torch.float16", train=train), "HS268") == []
+
+
+def test_a_branch_that_knows_the_format_creates_the_configuration():
+    """`if torch.cuda.is_bf16_supported(): ... else: BitsAndBytesConfig(float16)` is right in both branches."""
+    text = (
+        "import torch\nfrom transformers import BitsAndBytesConfig, TrainingArguments\n"
+        "if torch.cuda.is_bf16_supported():\n    q = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16)\n"
+        "{other}    q = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float16)\n"
+        "args = TrainingArguments('out', bf16=torch.cuda.is_bf16_supported())\n"
+    )
+    assert findings(text.format(other="else:\n"), "HS268") == []
+    assert [f.line for f in findings(text.format(other="if quantize:\n"), "HS268")] == [6]

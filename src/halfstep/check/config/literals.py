@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from halfstep.check.script.syntax.children import all_nodes
@@ -14,6 +14,7 @@ __all__ = ["Literals", "literals_of", "subscript"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
 _MAX_DEPTH = 50
+_MAX_FOLLOWED = 3  # variables inside dictionaries of variables: each level may repeat the one below
 # The nodes that bind names, and those that assign or change values; most nodes do neither.
 _BINDING = {ast.Name, ast.Attribute, ast.arg, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias}
 _NOTED = {ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete, ast.Call}
@@ -34,16 +35,26 @@ class Literals:
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
+        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
+        self.bound_at: dict[str, list[int]] = {}  # variable -> the lines that bind it
+        self.all_blocks: dict[str, list[ast.expr]] = {}  # variable -> every dictionary it is bound to
+        self._followed: list[ast.expr] = []  # the dictionaries of variables that are being read
+        self._updates: list[tuple[str, Path, ast.Call]] = []  # read once all dictionaries are known
         bound: dict[str, int] = {}
         for node in nodes:
             kind = type(node)
             if kind in _BINDING:
                 name = _bound_name(node)
                 bound[name] = bound.get(name, 0) + 1
+                if name:
+                    self.bound_at.setdefault(name, []).append(getattr(node, "lineno", 0))
             elif kind in _NOTED:
                 self._note(node)
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
         self.blocks = {name: value for name, value in self.blocks.items() if bound.get(name) == 1}
+        for name, path, call in self._updates:
+            self._change_many(name, path, call)
 
     def _note(self, node: ast.AST) -> None:
         """Record the bindings and changes that a statement makes."""
@@ -51,20 +62,22 @@ class Literals:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Subscript):
-                    self._change(*subscript(target))
+                    for name, keys in _paths(target):
+                        self._change(name, keys)
                 elif name := ".".join(chain(target)):
                     self.variables[id(node.value)] = name
                     if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
                         self.constants[name] = node.value
                     elif self.is_block(node.value) and not isinstance(node, ast.AugAssign):
                         self.blocks[name] = node.value
+                        self.all_blocks.setdefault(name, []).append(node.value)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 self._change(*subscript(target))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             name, path = subscript(node.func.value)
             if node.func.attr == "update":
-                self._change_many(name, path or (), node)
+                self._updates.append((name, path or (), node))
             else:
                 key = node.args[0] if node.args else None
                 known = isinstance(key, ast.Constant) and isinstance(key.value, str)
@@ -76,6 +89,8 @@ class Literals:
 
     def _change_many(self, name: str, path: Path, call: ast.Call) -> None:
         update = call.args[0] if call.args else None
+        if isinstance(update, ast.Name) and update.id not in self.changes:
+            update = self.blocks.get(update.id, update)
         keys: list[str | None] = [keyword.arg for keyword in call.keywords]
         if isinstance(update, ast.Dict):
             keys += [str(k.value) if isinstance(k, ast.Constant) else None for k in update.keys]
@@ -118,17 +133,53 @@ class Literals:
             return self.call(node, depth=depth)
         if isinstance(node, ast.List | ast.Tuple):
             return Items(span, tuple(self.node(item, depth + 1) for item in node.elts))
+        if isinstance(node, ast.Name) and (block := self._named_block(node, depth)) is not None:
+            return block
         return Scalar(span, self._scalar(node), self.text[span.start : span.end])
 
+    def _named_block(self, node: ast.Name, depth: int) -> Block | None:
+        """The dictionary of a variable; the keys that the script sets in it later are unknown."""
+        source = self._local_block(node) if len(self._followed) < _MAX_FOLLOWED else None
+        if source is None or source in self._followed:
+            return None
+        self._followed.append(source)
+        root = self.node(source, depth + 1)
+        self._followed.pop()
+        changes = self.changes.get(node.id, ())
+        if not isinstance(root, Block) or None in changes:
+            return None
+        changed = {path[0] for path in changes if path}
+        entries = tuple(
+            e if e.key not in changed else Entry(e.key, e.key_span, Scalar(e.key_span, UNKNOWN)) for e in root.entries
+        )
+        return replace(root, entries=entries, open=root.open or bool(changed - {e.key for e in root.entries}))
+
+    def _local_block(self, node: ast.Name) -> ast.expr | None:
+        """The dictionary that a variable of the function or of the module is; None if it has other values."""
+        blocks = self.all_blocks.get(node.id, ())
+        if not blocks:
+            return None
+        first, last = self._scope(node.lineno)
+        inside = [b for b in blocks if first <= b.lineno <= node.lineno and self._scope(b.lineno) == (first, last)]
+        num_bound = sum(first <= line <= last for line in self.bound_at.get(node.id, ()))
+        return inside[0] if len(inside) == 1 and num_bound == 1 else self.blocks.get(node.id)
+
+    def _scope(self, line: int) -> tuple[int, int]:
+        """The lines of the function around a line."""
+        return next((f for f in reversed(self.functions) if f[0] <= line <= f[1]), (1, 1 << 30))
+
     def _dictionary(self, node: ast.Dict, span: Span, depth: int) -> Block:
-        entries = []
+        entries: dict[str, Entry] = {}
         is_open = False
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                entries.append(Entry(key.value, self.span(key), self.node(value, depth + 1)))
+                entries[key.value] = Entry(key.value, self.span(key), self.node(value, depth + 1))
+            elif key is None and isinstance(base := self.node(value, depth + 1), Block):  # `{**base, "stage": 2}`
+                entries |= {entry.key: entry for entry in base.entries}
+                is_open = is_open or base.open
             else:
                 is_open = True
-        return Block(span, tuple(entries), open=is_open)
+        return Block(span, tuple(entries.values()), open=is_open)
 
     def call(self, call: ast.Call, depth: int = 0) -> Block:
         """The keyword arguments of a call as a block; open if `**` adds more."""
@@ -216,6 +267,18 @@ def subscript(target: ast.expr) -> tuple[str, Path | None]:
             known = False
         target = target.value
     return ".".join(chain(target)), tuple(reversed(path)) if known else None
+
+
+def _paths(target: ast.Subscript) -> Iterator[tuple[str, Path | None]]:
+    """The variable and keys that an assignment sets, one for each arm of `config["bf16" if ok else "fp16"]`."""
+    name, path = subscript(target)
+    index = target.slice
+    arms = (index.body, index.orelse) if isinstance(index, ast.IfExp) else ()
+    outer = subscript(target.value)[1]
+    if outer is not None and arms and all(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in arms):
+        yield from ((name, (*outer, str(arm.value))) for arm in arms if isinstance(arm, ast.Constant))
+    else:
+        yield name, path
 
 
 def _bound_name(node: ast.AST) -> str:

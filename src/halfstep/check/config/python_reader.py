@@ -8,7 +8,6 @@ it, and not at all when a change cannot be followed.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of, subscript
+from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
 from halfstep.check.files.source import Source
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes
@@ -32,8 +32,11 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type",
+    "finetuning_type", "16-true",
 )  # fmt: skip
+# Settings in a class of the project, for a Trainer in another file: a value that only Lightning has, next to its arguments.
+_TRUE = frozenset({"16-true", "bf16-true"})
+_TRAINS = frozenset({"gradient_clip_val", "accumulate_grad_batches", "max_epochs", "max_steps"})
 _HARDWARE_HINT = regex(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
 _TRAINER_ARGUMENTS = frozenset({
@@ -45,15 +48,6 @@ _WRAPS = frozenset({"partial", "builds"})  # of functools and hydra_zen: the cla
 _HALF_PLUGINS = frozenset({"HalfPrecision", "HalfPrecisionPlugin"})
 _REMOVED_OPTIONS = frozenset({"amp_backend", "amp_level"})
 _LIGHTNING_PACKAGES = frozenset({"pytorch_lightning", "lightning", "lightning_fabric", "lightning_lite"})
-# call -> its arguments that accept a DeepSpeed configuration
-_TAKES_DEEPSPEED = {
-    "deepspeed.initialize": ("config", "config_params"),
-    "TrainingArguments": ("deepspeed",),
-    "DeepSpeedStrategy": ("config",),
-    "DeepSpeedPlugin": ("hf_ds_config", "config_file"),
-    "HfDeepSpeedConfig": ("config_file_or_dict",),
-    "HfTrainerDeepSpeedConfig": ("config_file_or_dict",),
-}
 # Context managers of tests: what they contain is meant to fail.
 _EXPECTS_ERROR = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 
@@ -111,7 +105,9 @@ class _Finder:
 
     def configs(self) -> Iterator[Config]:
         """The configurations: dictionaries first, then calls, then TF32 switches."""
-        by_variable, by_node = self._uses_of_dictionaries()
+        by_variable, by_node = uses_of_dictionaries(
+            self.calls, self.nodes, self.names, self.literals, self._is_trainer_class
+        )
         hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
@@ -133,7 +129,7 @@ class _Finder:
                 ]
                 for changed in versions:
                     # A dictionary not visibly passed to DeepSpeed may go through a program that removes its own keys.
-                    named = bool(origin) or re.search(r"ds|deepspeed", name, re.IGNORECASE) is not None
+                    named = bool(origin) or is_for_deepspeed(node, name, self.nodes, self.source.path)
                     strict = named and has_own_keys(changed)
                     config = self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
                     yield config if changed is root else replace(config, assembled=True)
@@ -156,21 +152,6 @@ class _Finder:
     def spread_names(self) -> set[str]:
         """The variables that are passed as `**name`."""
         return {".".join(chain(k.value)) for call in self.calls for k in call.keywords if k.arg is None}
-
-    def _uses_of_dictionaries(self) -> tuple[dict[str, str], dict[int, str]]:
-        """Which variables (by name) and dictionaries (by id) are passed to DeepSpeed, and the call that does it."""
-        variables: dict[str, str] = {}
-        direct: dict[int, str] = {}
-        for call in self.calls:
-            full = self.names.full(call.func)
-            short = "TrainingArguments" if self._is_trainer_class(call.func) else full.rpartition(".")[2]
-            for argument in _TAKES_DEEPSPEED.get(full, _TAKES_DEEPSPEED.get(short, ())):
-                for keyword in call.keywords:
-                    if keyword.arg == argument:
-                        variables[".".join(chain(keyword.value))] = full or short
-                        direct[id(keyword.value)] = full or short
-        variables.pop("", None)
-        return variables, direct
 
     @cached_property
     def assignments(self) -> Assignments:
@@ -213,6 +194,10 @@ class _Finder:
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
+        elif any(k.arg == "precision" and getattr(k.value, "value", "") in _TRUE for k in call.keywords):
+            root = replace(self.literals.call(call), call=False)
+            if _TRAINS.intersection(root.keys()) and is_trainer_part(root, last):
+                yield replace(self._config("lightning", root, "a class of settings", strict=False), assembled=True)
 
     def _changed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
         """The arguments of `TrainingArguments(**options)` with the keys that the script sets in `options` later."""

@@ -193,8 +193,7 @@ class AutocastAroundEngine(JointRule):
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Report an enabled autocast whose body calls the engine."""
         deepspeed = DeepSpeed(config)
-        decided = deepspeed.autocast is False and deepspeed.weights is not None
-        if not use.engine or not (decided or not config.root.entries):
+        if not use.engine or not (deepspeed.autocast is False or not config.root.entries):
             return
         for node in use.nodes:
             if not isinstance(node, ast.With):
@@ -206,7 +205,8 @@ class AutocastAroundEngine(JointRule):
             if inside and any(n in {"torch.amp.autocast", "torch.cuda.amp.autocast"} for n in names):
                 mode = deepspeed.weights
                 severity: Severity | None = None if mode == "fp32" else "advice"
-                effect = f"which runs in {mode}" if mode else "unless its configuration enables `torch_autocast`"
+                runs = f"which runs in {mode or 'the mode of its configuration'}"
+                effect = runs if config.root.entries else "unless its configuration enables `torch_autocast`"
                 message = f"DeepSpeed disables this autocast inside `{use.engine}`, {effect}."
                 instead = 'Add `"torch_autocast": {"enabled": true, "dtype": "bfloat16"}` to the configuration.'
                 yield self.finding(use.where(casts[0]), message, instead=instead, severity=severity)

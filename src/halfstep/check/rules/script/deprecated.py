@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.unbound import is_bound
 from halfstep.check.script.script import Script
@@ -35,6 +37,10 @@ class _Use:
     name: ast.expr
     full: str
     call: ast.Call | None
+
+
+_DEVICE = regex(r"cuda|mps|xpu|npu|cpu|device|backend", re.IGNORECASE)
+_VERSION = regex(r"version|attr\(|callable|signature|amp|new|legacy|old|torch_?[0-9]|>=|<", re.IGNORECASE)
 
 
 class DeprecatedAmp(ScriptRule):
@@ -154,13 +160,20 @@ def _device_of(call: ast.Call) -> str:
 
 def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) -> bool:
     last = use.full.rsplit(".", 1)[-1]
-    if any((use.full, around) in modern for around in _around(script, use.name)):
+    shared = next((around for around in _around(script, use.name) if (use.full, around) in modern), None)
+    if shared is not None and not _is_by_device(shared):
         return True
     # `try: return amp.GradScaler("cuda") / except Exception: return torch.cuda.amp.GradScaler()`, wherever amp comes from
     tries = [around for around in _around(script, use.name) if isinstance(around, ast.Try)]
     tried = [node for around in tries for part in around.body for node in ast.walk(part)]
     calls = [node.func for node in tried if isinstance(node, ast.Call) and node.func is not use.name]
     return any(isinstance(func, ast.Attribute) and func.attr == last for func in calls)
+
+
+def _is_by_device(node: ast.AST) -> bool:
+    """Whether a branch chooses by the device, `if device.type == "cuda":`, and not by what the installed torch has."""
+    test = ast.unparse(node.test) if isinstance(node, ast.If | ast.IfExp) else ""
+    return _DEVICE.search(test) is not None and _VERSION.search(test) is None
 
 
 def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:

@@ -20,6 +20,8 @@ from halfstep.check.script.syntax.children import all_nodes
 
 __all__ = ["RULES"]
 
+_FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
+_FEW = 5  # fields; with fewer, a file may as well only create the object
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _FORMAT = regex(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
@@ -105,11 +107,13 @@ class UnusedPrecisionOption(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
         yield from self._fields(script)
+        yield from self._settings(script)
         yield from self._stored(script)
         yield from self._choices(script)
         yield from self._overwritten(script)
         yield from self._still_scaled(script)
-        trains = script.outline.calls.keys() & {"backward", "Accelerator", "Fabric"}
+        calls = script.outline.calls.keys()
+        trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         applies_apex = "apex.amp.initialize" in script.outline.library_calls
         if not (script.autocasts or script.scalers or trains or applies_apex):
             return
@@ -151,6 +155,33 @@ class UnusedPrecisionOption(ScriptRule):
                 f"`{key}` is stored and never read in this file: the scaler is always enabled",
                 instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
             )
+
+    def _settings(self, script: Script) -> Iterator[Finding]:
+        """Precision flags of a dataclass that nothing reads, in the file that trains with nearly all of its other fields."""
+        calls = script.outline.calls.keys()
+        if "dataclass" not in script.source.text or not any(c == "backward" or c.endswith("Trainer") for c in calls):
+            return
+        nodes = all_nodes(script.tree)
+        read = _read_names(nodes)
+        for node in nodes:
+            if not isinstance(node, ast.ClassDef) or node.bases or "dataclass" not in map(_last, node.decorator_list):
+                continue
+            fields = {
+                s.target.id: s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+            }
+            num_read = len(fields.keys() & read)
+            # Another file may read some; this one is where the settings are used if it reads most of them.
+            if num_read < max(_FEW, len(fields) * 2 / 3) or calls & {"asdict", "astuple", "vars", "fields"}:
+                continue
+            for name, field in fields.items():
+                # By the text as well: the tree has the default of a field in the place of `config.bf16`.
+                written = re.search(rf"[.\"']{name}\b", script.source.text)
+                if name not in read and written is None and _FLAG.fullmatch(name):
+                    yield self.finding(
+                        script.where(field),
+                        f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`: the run is the same with and without it",
+                        instead=f"use {name} for autocast or the arguments of the trainer, or remove the field",
+                    )
 
     def _choices(self, script: Script) -> Iterator[Finding]:
         """Formats that an expression chooses for a variable which nothing reads, in a file that trains."""
@@ -227,6 +258,12 @@ class UnusedPrecisionOption(ScriptRule):
                     f"the option `--{name}` is never read: the run is the same with and without it",
                     instead=f"pass {name} to from_pretrained, or remove the option",
                 )
+
+
+def _last(node: ast.expr) -> str:
+    """The last name of a decorator, with or without arguments."""
+    func = node.func if isinstance(node, ast.Call) else node
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
 
 
 def _chooses(script: Script, value: ast.expr) -> bool:

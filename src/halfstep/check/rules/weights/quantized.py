@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training
 from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -40,9 +43,8 @@ _SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretraine
 # Names that people write for torch's dtypes and that torch does not have as attributes.
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
-_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "ORPOConfig", "KTOConfig", "RewardConfig"})
 _BY_NAME = ("globals", "locals", "vars", "eval", "exec")  # reads variables by name
-_ARGUMENTS = ("TrainingArguments", "Config")
+_OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
 
 def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
@@ -163,8 +165,9 @@ class ComputeDtypeMismatch(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """A compute dtype that is certainly float16, next to a bf16 that is on, or that an option turns on."""
-        bf16 = _bf16_training(script) or _bf16_option(script)
-        fp16 = None if bf16 else _fp16_training(script)
+        state, bf16 = bf16_run(script)
+        bf16 = bf16 or bf16_weights(script)
+        fp16 = None if bf16 else fp16_training(script)
         if fp16 is not None:
             for call, function in quantizations(script):
                 value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
@@ -180,6 +183,8 @@ class ComputeDtypeMismatch(ScriptRule):
         for call, function in quantizations(script):
             value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
             if value is not None and formats_of(script.outline, value, function) == {"float16"}:
+                if state not in {ON, ""} and _may_follow(script, call, value, function):
+                    continue
                 yield self.finding(
                     script.where(value),
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
@@ -187,72 +192,17 @@ class ComputeDtypeMismatch(ScriptRule):
                 )
 
 
-def _fp16_training(script: Script) -> ast.expr | None:
-    """The `fp16=True` of the only training arguments in a script, if nothing in them is about bf16."""
-    sites = [site for last, calls in script.outline.calls.items() if last.endswith(_ARGUMENTS) for site in calls]
-    chosen = [(c, node) for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
-    if len(chosen) != 1 or constant(chosen[0][1]) is not True:
-        return None
-    bf16 = [k.value for call, _ in sites for k in call.keywords if k.arg == "bf16"]
-    return chosen[0][1] if all(constant(value) is False for value in bf16) else None
-
-
-def _bf16_option(script: Script) -> str:
-    """The option of a command line that chooses bf16: `bf16=args.bf16`, `mixed_precision="bf16" if args.bf16 else "no"`."""
-    outline = script.outline
-    for last, sites in outline.calls.items():
-        for call, function in sites if last.endswith("TrainingArguments") or last in _CONFIGS else ():
-            node = keyword_of(outline, call, function, "bf16")
-            fp16 = keyword_of(outline, call, function, "fp16")
-            # One option for both formats may be fp16 in every run.
-            if isinstance(node, ast.Attribute) and _is_switch(outline, node) and key_of(fp16) != key_of(node):
-                return f"`{key_of(node)}` trains in bf16 ({script.at(node)})"
-        for call, function in sites if last in {"Accelerator", "Fabric"} else ():
-            node = keyword_of(outline, call, function, "mixed_precision", "precision")
-            for arm in ast.walk(node) if node is not None else ():
-                test = arm.test if isinstance(arm, ast.IfExp) and "bf16" in str(constant(arm.body)) else None
-                if isinstance(test, ast.Attribute) and _is_switch(outline, test):
-                    return f"`{key_of(test)}` trains in bf16 ({script.at(test)})"
-    return ""
-
-
-def _is_switch(outline: Outline, node: ast.Attribute) -> bool:
-    """Whether an attribute is an option of the command line that is off unless it is passed."""
-    for call, _ in outline.calls.get("add_argument", ()):
-        flags = [str(constant(a)).lstrip("-").replace("-", "_") for a in call.args]
-        if node.attr in flags:
-            return constant(argument(call, None, "action")) in {"store_true", "store_false"}
-    return False
-
-
-def _bf16_training(script: Script) -> str:
-    """How a script shows that it trains in bf16; "" if it does not, or also trains in fp16."""
-    outline = script.outline
-    flags: dict[str, list[object]] = {"fp16": [], "bf16": []}
-    lines = []
-    for last, sites in outline.calls.items():
-        if not last.endswith(_ARGUMENTS) or last == "BitsAndBytesConfig":
-            continue
-        for call, function in sites:
-            for name, values in flags.items():
-                node = keyword_of(outline, call, function, name)
-                options = outline.values(key_of(node), function) if node is not None and key_of(node) else []
-                value = constant(options[0] if len(options) == 1 else node) if node is not None else False
-                values.append(value)
-                if name == "bf16" and value is True and isinstance(node, ast.AST):
-                    lines.append(node.lineno)
-    if any(value is not False for value in flags["fp16"]):
-        return ""
-    if lines and all(value in (True, False) for value in flags["bf16"]):
-        return f"line {lines[0]} trains in bf16"
-    if any(value is not False for value in flags["bf16"]) or not outline.calls.keys() & {"train", "backward"}:
-        return ""
-    for call, function in outline.calls.get("from_pretrained", ()):
-        node = keyword_of(outline, call, function, "torch_dtype", "dtype")
-        quantized = keyword_of(outline, call, function, "quantization_config")
-        if node is not None and quantized is not None and formats_of(outline, node, function) == {"bfloat16"}:
-            return f"{script.at(node)} loads the model in bfloat16"
-    return ""
+def _may_follow(script: Script, call: ast.Call, value: ast.expr, function: Function) -> bool:
+    """Whether the compute dtype may follow the format of the run: by a parameter, a later change or a branch around it."""
+    node: ast.AST | None = call
+    while node is not None:
+        node = script.outline.parents.get(node)
+        if isinstance(node, ast.If | ast.IfExp) and _OF_FORMAT.search(text_of(node.test)):
+            return True
+    names = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+    return not names.isdisjoint(function.params) or any(
+        key.endswith(".bnb_4bit_compute_dtype") for key in script.outline.bindings
+    )
 
 
 class QuantizationNotPassed(ScriptRule):

@@ -20,6 +20,7 @@ _SHOWS = frozenset({
     "print", "pprint", "str", "repr", "info", "debug", "log", "vars", "init", "dump", "dumps", "format", "save_config",
     "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
 })  # fmt: skip
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
 _UNRELATED = regex(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
@@ -74,11 +75,34 @@ def _sets(call: ast.Call, name: str) -> bool:
 
 
 def stays_here(options: Options) -> bool:
-    """Whether the script parses its options and passes the namespace only to its own functions."""
-    local = {n.name for n in options.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    parsers = {n.name for n in options.nodes if isinstance(n, ast.FunctionDef) and _parses(n)}
-    spaces: set[str] = set()
+    """Whether the script parses its options and passes the namespace only to its own functions and classes."""
+    spaces = _namespaces(options)
+    own = {n.name for n in options.nodes if isinstance(n, _FUNCTIONS)} | _own_classes(options.nodes)
+    # `args=(args,)` of spawn passes it too.
     for node in options.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        values = [*node.args, *(k.value for k in node.keywords)]
+        values += [e for v in values if isinstance(v, ast.Tuple | ast.List) for e in v.elts]
+        passed = [v for v in values if _name_of(v) in spaces]
+        starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
+        last = chain(node.func)[-1:]
+        is_known = bool(last) and (
+            _is_engine(node.func) or last[0] in own | _SHOWS | {"spawn", "Process"} or _UNRELATED.search(last[0])
+        )
+        if passed and not is_known:
+            return False
+        if any(spaces & {n.id for n in ast.walk(s) if isinstance(n, ast.Name)} for s in starred):
+            return False
+    return bool(spaces) and not _reads_any(options, spaces)
+
+
+def _namespaces(options: Options) -> set[str]:
+    """The variables that have the parsed options: what `parse_args` returns, copies of it, and parameters that get it."""
+    nodes = options.nodes
+    parsers = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and _parses(n)}
+    spaces: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             last = chain(node.value.func)[-1:]
             if last and (last[0] in {"parse_args", "parse_known_args"} or last[0] in parsers):
@@ -86,23 +110,44 @@ def stays_here(options: Options) -> bool:
                     t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
                 ]
                 spaces |= {t.id for t in targets if isinstance(t, ast.Name)}
-    # A parameter may have another name; `args=(args,)` of spawn passes it too.
-    for node in options.nodes:
-        if not isinstance(node, ast.Call):
-            continue
-        values = [*node.args, *(k.value for k in node.keywords)]
-        values += [e for v in values if isinstance(v, ast.Tuple | ast.List) for e in v.elts]
-        passed = [v for v in values if isinstance(v, ast.Name) and v.id in spaces]
-        starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
-        last = chain(node.func)[-1:]
-        is_known = bool(last) and (
-            _is_engine(node.func) or last[0] in local | _SHOWS | {"spawn", "Process"} or _UNRELATED.search(last[0])
-        )
-        if passed and not is_known:
-            return False
-        if any(spaces & {n.id for n in ast.walk(s) if isinstance(n, ast.Name)} for s in starred):
-            return False
-    return bool(spaces) and not _reads_any(options.nodes, spaces)
+    before = -1
+    while spaces and len(spaces) > before:
+        before = len(spaces)
+        for node in nodes:
+            if isinstance(node, ast.Assign) and _name_of(node.value) in spaces:
+                spaces |= {name for target in node.targets if (name := _name_of(target))}
+            elif isinstance(node, ast.Call):
+                spaces |= {p for p, value in _parameters(options, node) if _name_of(value) in spaces}
+    return spaces
+
+
+def _parameters(options: Options, call: ast.Call) -> list[tuple[str, ast.expr]]:
+    """The parameters of a function or class of this file that a call passes something for, each with its value."""
+    last = chain(call.func)[-1:]
+    named = [
+        f for f in options.script.outline.functions if last in {(f.name,), (f.cls if f.name == "__init__" else "",)}
+    ]
+    pairs = [(k.arg, k.value) for k in call.keywords if k.arg is not None] if named else []
+    for function in named:
+        params = function.params[1:] if function.method else function.params
+        pairs += list(zip(params, call.args, strict=False))
+    return pairs
+
+
+def _name_of(node: ast.AST) -> str:
+    """The name of a variable or of an attribute of `self`."""
+    return ".".join(chain(node)) if isinstance(node, ast.Name) or chain(node)[:1] == ("self",) else ""
+
+
+def _own_classes(nodes: tuple[ast.AST, ...]) -> set[str]:
+    """The classes of this file that inherit no code which may read options."""
+    classes = {n.name: n for n in nodes if isinstance(n, ast.ClassDef)}
+    plain = {"object", "Module", "Dataset", "ABC", "IterableDataset"}
+    return {
+        name
+        for name, node in classes.items()
+        if all(chain(b)[-1:] and (chain(b)[-1] in plain or chain(b)[-1] in classes) for b in node.bases)
+    }
 
 
 def _is_engine(func: ast.expr) -> bool:
@@ -127,13 +172,20 @@ def _parses(function: ast.FunctionDef) -> bool:
     )
 
 
-def _reads_any(nodes: tuple[ast.AST, ...], spaces: set[str]) -> bool:
-    """Whether the namespace is stored, returned to another file, or read by a computed name."""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in spaces:
-            return True  # `self.args = args`: another class or file may read it
+def _reads_any(options: Options, spaces: set[str]) -> bool:
+    """Whether the namespace is stored where other files can read it, or read by a computed name."""
+    own = _own_classes(options.nodes)
+    for node in options.nodes:
+        if isinstance(node, ast.Assign) and _name_of(node.value) in spaces:
+            for target in node.targets:
+                # `self.args = args` of a class that extends another one: that one may read it.
+                is_own = isinstance(target, ast.Name) or (
+                    bool(_name_of(target)) and _class_around(options, node) in own
+                )
+                if not is_own:
+                    return True
         last = chain(node.func)[-1:] if isinstance(node, ast.Call) else ()
-        if last == ("vars",):
+        if last == ("vars",) and not _is_shown(options, node):
             return True  # the dictionary may go anywhere
         if (
             isinstance(node, ast.Call)
@@ -142,6 +194,55 @@ def _reads_any(nodes: tuple[ast.AST, ...], spaces: set[str]) -> bool:
         ):
             return True
     return False
+
+
+def _class_around(options: Options, node: ast.AST) -> str:
+    """The name of the class that a statement is in."""
+    parent = options.script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, ast.ClassDef):
+        parent = options.script.outline.parents.get(parent)
+    return parent.name if isinstance(parent, ast.ClassDef) else ""
+
+
+def _is_shown(options: Options, node: ast.AST, depth: int = 6) -> bool:
+    """Whether a dictionary of all options is only printed, logged or saved, and read by literal keys alone."""
+    parents = options.script.outline.parents
+    parent = parents.get(node)
+    if parent is None or depth == 0:
+        return False
+    if isinstance(parent, ast.keyword):
+        node, parent = parent, parents.get(parent)
+        if isinstance(node, ast.keyword) and node.arg is None:
+            return False
+    if isinstance(parent, ast.Call):
+        last = getattr(parent.func, "attr", getattr(parent.func, "id", ""))
+        if last in _SHOWS - {"vars", "copy", "deepcopy"}:
+            return True
+        return last in {"sorted", "list", "dict", "copy", "deepcopy", "enumerate"} and _is_shown(
+            options, parent, depth - 1
+        )
+    if isinstance(parent, ast.Attribute):
+        call = parents.get(parent)
+        return (
+            parent.attr in {"items", "keys", "values", "copy"} and _is_shown(options, call, depth - 1)
+            if call
+            else False
+        )
+    if isinstance(parent, ast.Subscript):
+        return isinstance(parent.slice, ast.Constant) and isinstance(parent.ctx, ast.Load)
+    if isinstance(parent, ast.For):
+        calls = [n for s in parent.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+        return all(
+            getattr(c.func, "attr", getattr(c.func, "id", "")) in _SHOWS - {"vars", "init"} for c in calls
+        ) and not any(isinstance(n, ast.Assign | ast.AugAssign) for s in parent.body for n in ast.walk(s))
+    if isinstance(parent, ast.comprehension):
+        whole = parents.get(parent)
+        return whole is not None and _is_shown(options, whole, depth - 1)
+    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name) and len(parent.targets) == 1:
+        name = parent.targets[0].id
+        loads = [n for n in options.nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        return all(_is_shown(options, load, depth - 1) for load in loads)
+    return isinstance(parent, ast.FormattedValue | ast.Expr)
 
 
 def dataclass_fields(nodes: tuple[ast.AST, ...]) -> list[ast.AnnAssign]:

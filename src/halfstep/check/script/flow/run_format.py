@@ -1,0 +1,245 @@
+"""Which 16-bit format a script trains in, by the arguments of its trainer, its autocast regions or its model.
+
+A flag such as `bf16=` is rarely a literal. It is on where the GPU supports bfloat16, on unless a configuration turns it
+off, or off unless an option turns it on. In all of these some run is in bf16, and what the script fixes for every run has
+to fit that run. A flag that the file does not explain decides nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.regex import regex
+from halfstep.check.script.objects.choices import field_defaults, strings_of
+from halfstep.check.script.objects.formats import formats_of, keyword_of, returned_by
+from halfstep.check.script.objects.values import MAX_VALUES, UNKNOWN, argument, constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import CallSite, default_of
+
+__all__ = ["ON", "OPTION", "bf16_run", "bf16_weights", "flag_states", "fp16_training"]
+
+_ARGUMENTS = ("TrainingArguments", "Config")
+_TRAINERS = frozenset({"trl", "transformers", "unsloth", "optimum", "sentence_transformers"})
+# The states of a flag, from certain to unlikely.
+ON, DEFAULT, GPU, OPTION, OFF = "on", "on by default", "on where the GPU supports it", "on by an option", "off"
+_ORDER = (ON, DEFAULT, GPU, OPTION)
+_WHEN = {
+    ON: "trains in bf16",
+    DEFAULT: "trains in bf16 by default",
+    GPU: "trains in bf16 where the GPU supports it",
+    OPTION: "trains in bf16 if it is turned on",
+}
+_BF16 = regex(r"bf16|bfloat16", re.IGNORECASE)
+_SUPPORT = regex(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
+_CAPABILITY = regex(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
+States = frozenset[str]
+
+
+def flag_states(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> States:
+    """When a flag is on, one state for each value the file shows; "?" for a value that it does not show."""
+    if node is None:
+        return frozenset({OFF})
+    value = constant(node)
+    if value is not ... or depth == 0:
+        return frozenset({(ON if value else OFF) if value in (True, False, None) else UNKNOWN})
+
+    def of(part: ast.expr, scope: Function = function) -> States:
+        return flag_states(outline, part, scope, depth - 1)
+
+    if isinstance(node, ast.BoolOp):
+        join = _all_of if isinstance(node.op, ast.And) else _any_of
+        return join([of(part) for part in node.values])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return _inverted(of(node.operand))
+    if isinstance(node, ast.IfExp):
+        arms = (constant(node.body), constant(node.orelse))
+        test = of(node.test)
+        if arms in ((True, False), (False, True)):
+            return test if arms[0] else _inverted(test)
+        return of(node.body) | of(node.orelse)
+    if isinstance(node, ast.Compare):
+        return _compared(outline, node, function)
+    if isinstance(node, ast.Call):
+        return _called(outline, node, function, depth)
+    return _named(outline, node, function, depth)
+
+
+def _all_of(parts: list[States]) -> States:
+    """`a and b`: on as rarely as its rarest part; an option may be on whatever the other parts are."""
+    if frozenset({OFF}) in parts:
+        return frozenset({OFF})
+    states = frozenset().union(*parts)
+    rarest = next((s for s in (OPTION, UNKNOWN, GPU, DEFAULT) if s in states), ON)
+    return frozenset({rarest})
+
+
+def _any_of(parts: list[States]) -> States:
+    states = frozenset().union(*parts)
+    return frozenset({next((s for s in _ORDER if s in states), UNKNOWN if UNKNOWN in states else OFF)})
+
+
+def _inverted(states: States) -> States:
+    opposite = {ON: OFF, OFF: ON, DEFAULT: OPTION, OPTION: DEFAULT}
+    return frozenset(opposite.get(state, UNKNOWN) for state in states)
+
+
+def _compared(outline: Outline, node: ast.Compare, function: Function) -> States:
+    """A test of the GPU's compute capability, or of an option with a list of choices."""
+    if _CAPABILITY.search(text_of(node)) and isinstance(node.ops[0], (ast.GtE, ast.Gt)):
+        return frozenset({GPU})
+    wanted = constant(node.comparators[0])
+    if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq) or not isinstance(wanted, str):
+        return frozenset({UNKNOWN})
+    strings = strings_of(outline, node.left, function)
+    if strings == {wanted}:
+        return frozenset({ON})
+    return frozenset({OPTION if wanted in strings and UNKNOWN not in strings else UNKNOWN})
+
+
+def _called(outline: Outline, call: ast.Call, function: Function, depth: int) -> States:
+    """A query of the hardware, a lookup with a default, or a function of this file."""
+    name = text_of(call.func)
+    last = name.rpartition(".")[2]
+    if _SUPPORT.search(name):
+        return frozenset({GPU})
+    if last == "bool" and len(call.args) == 1:
+        return flag_states(outline, call.args[0], function, depth - 1)
+    lookup = {"get": 2, "getattr": 3}.get(last, 0)
+    if lookup and len(call.args) >= lookup - 1:
+        default = call.args[lookup - 1] if len(call.args) == lookup else ast.Constant(None)
+        key = str(constant(call.args[lookup - 2]))
+        return _declared(flag_states(outline, default, function, depth - 1), key)
+    target = outline.call_target(call, function)
+    values = list(returned_by(target)) if target is not None and target.name != "__init__" else []
+    if target is None or not 0 < len(values) <= MAX_VALUES:
+        return frozenset({UNKNOWN})
+    return frozenset().union(*(flag_states(outline, v, target, depth - 1) for v in values))
+
+
+def _declared(default: States, name: str) -> States:
+    """The states of a setting that a user may change, by its default and its name."""
+    if default & {ON, DEFAULT}:
+        return frozenset({DEFAULT})
+    if default == {OFF}:
+        return frozenset({OPTION if _BF16.search(name) else UNKNOWN})
+    return default
+
+
+def _named(outline: Outline, node: ast.expr, function: Function, depth: int) -> States:
+    """A variable, a parameter, an option of the command line or a field."""
+    key = key_of(node)
+    if not key:
+        return frozenset({UNKNOWN})
+    states: set[str] = set()
+    for value, scope in outline.sources(key, function)[:MAX_VALUES]:
+        copied = key_of(value)
+        if value is not node and not (copied == key and scope is function):
+            states |= flag_states(outline, value, scope, depth - 1)
+    if key in function.params:
+        default = default_of(function, key)
+        states |= _declared(flag_states(outline, default, function, depth - 1), key) if default is not None else set()
+    if states or not isinstance(node, ast.Attribute):
+        return frozenset(states or {UNKNOWN})
+    return _option_states(outline, node, function)
+
+
+def _option_states(outline: Outline, node: ast.Attribute, function: Function) -> States:
+    """An option by the call of argparse or the field that declares it."""
+    for call, _ in outline.calls.get("add_argument", ()):
+        flags = [str(constant(a)).lstrip("-").replace("-", "_") for a in call.args]
+        if node.attr not in (*flags, constant(argument(call, None, "dest"))):
+            continue
+        default = argument(call, None, "default")
+        action = constant(argument(call, None, "action"))
+        if default is None and action in {"store_true", "store_false"}:
+            return frozenset({OPTION if action == "store_true" else DEFAULT})
+        return _declared(flag_states(outline, default, function, 1), node.attr)
+    defaults = field_defaults(outline, node.attr)
+    if not 0 < len(defaults) <= MAX_VALUES:
+        return frozenset({UNKNOWN})
+    return frozenset().union(*(_declared(flag_states(outline, d, function, 1), node.attr) for d in defaults))
+
+
+def _is_arguments(script: Script, site: CallSite) -> bool:
+    """Whether a call creates the arguments of a trainer of Hugging Face."""
+    full = script.outline.names.full(site.call.func) or text_of(site.call.func)
+    return full.endswith("TrainingArguments") or (full.endswith("Config") and full.split(".")[0] in _TRAINERS)
+
+
+def bf16_run(script: Script) -> tuple[str, str]:
+    """The most certain way in which a script trains in bf16, as its state and a sentence; "" and "" if there is none."""
+    outline = script.outline
+    best = ("", "")
+    for last, sites in outline.calls.items():
+        if not last.endswith(_ARGUMENTS) or last == "BitsAndBytesConfig":
+            continue
+        for site in sites:
+            node = keyword_of(outline, *site, "bf16")
+            fp16 = keyword_of(outline, *site, "fp16")
+            fp16_states = flag_states(outline, fp16, site.function)
+            if fp16_states == {ON} and constant(node) is not True:
+                return "", ""  # another run of this script is in fp16
+            # One option for both formats may be fp16 in every run.
+            if node is None or (key_of(fp16) and key_of(fp16) == key_of(node)):
+                continue
+            states = flag_states(outline, node, site.function)
+            state = next((s for s in _ORDER if s in states), "")
+            if state == ON and states != {ON}:
+                state = OPTION if UNKNOWN not in states else ""
+            if state and (state == ON or _is_arguments(script, site)):
+                best = _better(best, (state, f"line {node.lineno} {_WHEN[state]}"))
+    for last in ("Accelerator", "Fabric"):
+        for call, function in outline.calls.get(last, ()):
+            node = keyword_of(outline, call, function, "mixed_precision", "precision")
+            best = _better(best, _by_name(script, node, function)) if node is not None else best
+    return best
+
+
+def _better(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:
+    ranked = (*_ORDER, "")
+    return second if ranked.index(second[0]) < ranked.index(first[0]) else first
+
+
+def _by_name(script: Script, node: ast.expr, function: Function) -> tuple[str, str]:
+    """`mixed_precision="bf16"`, also as an arm of a ternary that a flag decides."""
+    strings = strings_of(script.outline, node, function)
+    if strings and all(s in {"bf16", "bf16-mixed"} for s in strings):
+        return ON, f"line {node.lineno} trains in bf16"
+    for arm in ast.walk(node):
+        if isinstance(arm, ast.IfExp) and "bf16" in str(constant(arm.body)):
+            states = flag_states(script.outline, arm.test, function)
+            state = next((s for s in _ORDER if s in states), "")
+            if state:
+                return state, f"line {arm.test.lineno} {_WHEN[state]}"
+    return "", ""
+
+
+def bf16_weights(script: Script) -> str:
+    """The quantized model that a script loads in bfloat16 and trains; "" if the arguments of a trainer decide the format."""
+    outline = script.outline
+    for last, sites in outline.calls.items():
+        for site in sites if last.endswith(_ARGUMENTS) and last != "BitsAndBytesConfig" else ():
+            flags = [keyword_of(outline, *site, name) for name in ("fp16", "bf16")]
+            if any(flag_states(outline, flag, site.function) != {OFF} for flag in flags):
+                return ""
+    if not outline.calls.keys() & {"train", "backward"}:
+        return ""
+    for call, function in outline.calls.get("from_pretrained", ()):
+        node = keyword_of(outline, call, function, "torch_dtype", "dtype")
+        quantized = keyword_of(outline, call, function, "quantization_config")
+        if node is not None and quantized is not None and formats_of(outline, node, function) == {"bfloat16"}:
+            return f"{script.at(node)} loads the model in bfloat16"
+    return ""
+
+
+def fp16_training(script: Script) -> ast.expr | None:
+    """The `fp16=True` of the only training arguments in a script, if nothing in them is about bf16."""
+    sites = [site for last, calls in script.outline.calls.items() if last.endswith(_ARGUMENTS) for site in calls]
+    chosen = [(c, node) for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
+    if len(chosen) != 1 or constant(chosen[0][1]) is not True:
+        return None
+    bf16 = [k.value for call, _ in sites for k in call.keywords if k.arg == "bf16"]
+    return chosen[0][1] if all(constant(value) is False for value in bf16) else None
