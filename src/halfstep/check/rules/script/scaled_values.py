@@ -23,7 +23,7 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks
-from halfstep.check.script.objects.tensors import grad_of, is_gradient, reads_gradients
+from halfstep.check.script.objects.tensors import is_gradient, reads_gradients
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -96,7 +96,7 @@ class ScaledGradientsRead(TraceRule):
         yield from super().check(script)
         hooks = scaling_hooks(script) if "ightning" in script.source.text else {}
         for function, reason in hooks.items():
-            read = next((n for n in ast.walk(function.node) if _measures_gradient(script, n)), None)
+            read = next((n for n in ast.walk(function.node) if _measures_gradient(script, n, function)), None)
             if read is not None and "scale" not in ast.unparse(function.node):
                 yield self.finding(
                     script.where(read),
@@ -174,14 +174,15 @@ class ScaledGradientsRead(TraceRule):
         )
 
 
-def _measures_gradient(script: Script, node: ast.AST) -> bool:
+def _measures_gradient(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a call computes a norm or another number of a gradient: `p.grad.norm()`, `torch.norm(p.grad)`."""
     if not isinstance(node, ast.Call):
         return False
     name = script.outline.names.full(node.func)
     if isinstance(node.func, ast.Attribute) and not name:
-        return node.func.attr in _MEASURES and grad_of(node.func.value)
-    return reads_gradients(node, name, (name or key_of(node.func)).rsplit(".", 1)[-1])
+        return node.func.attr in _MEASURES and is_gradient(script.outline, node.func.value, function)
+    last = (name or key_of(node.func)).rsplit(".", 1)[-1]
+    return reads_gradients(script.outline, node, function, name, last)
 
 
 def _between_steps(trace: Trace, index: int, scaler: str) -> bool:
