@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.emptied import stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
@@ -212,6 +213,13 @@ class MisplacedZeroGrad(TraceRule):
 
     def _cleared(self, script: Script, trace: Trace, index: int) -> Finding | None:
         event = trace[index]
+        if (empty := stepped_empty(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"nothing computes gradients between `{event.local.optimizer}.zero_grad()` and the step of line "
+                f"{script.where(empty.node).line}, which has none to use",
+                instead="clear the gradients after the step",
+            )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
         if back is None or trace[back].kind not in _BACKWARDS:
