@@ -278,7 +278,10 @@ def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[E
 def _is_used(check: Event, updates: list[Event]) -> bool:
     """Whether an update always follows a check: one without further conditions, or two on the two sides of one condition."""
     further = [set(update.guards) - set(check.guards) for update in updates]
-    return any(not own or (len(own) == 1 and any(_is_opposite(*own, other) for other in further)) for own in further)
+    return any(
+        not own or any(_is_opposite(guard, other) for guard in own for other in further if len(own) == 1)
+        for own in further
+    )
 
 
 def _is_opposite(guard: Guard, others: set[Guard]) -> bool:
