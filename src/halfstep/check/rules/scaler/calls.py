@@ -12,6 +12,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
 from halfstep.check.script.objects.scaling import is_data_scaler
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
@@ -158,9 +159,9 @@ class ScalerStepClosure(TraceRule):
         call = trace[index].node
         assert isinstance(call, ast.Call)
         closure = argument(call, 1, "closure")
-        if closure is None or isinstance(closure, ast.Constant) or "closure" not in (key_of(closure) or "closure"):
+        if closure is None or isinstance(closure, ast.Constant) or not self._is_closure(script, call, closure):
             return None
-        if not self._is_torch(script, trace[index]):
+        if not self._is_torch(script, trace, index):
             return None  # a project's own scaler may accept one
         if key_of(closure) in trace[index].function.params:
             return None  # the `step(self, closure=None)` of a wrapper, which passes None on
@@ -171,14 +172,23 @@ class ScalerStepClosure(TraceRule):
         )
 
     @staticmethod
-    def _is_torch(script: Script, event: Event) -> bool:
-        """Whether the scaler is created in this file, and only by torch's class."""
+    def _is_closure(script: Script, call: ast.Call, closure: ast.expr) -> bool:
+        """Whether an argument of step is a function: by the name of the parameter, its own name, or its definition."""
+        name = key_of(closure)
+        is_named = any(k.value is closure for k in call.keywords) or "closure" in (name or "closure")
+        return is_named or any(f.name == name for f in script.outline.functions)
+
+    @staticmethod
+    def _is_torch(script: Script, trace: Trace, index: int) -> bool:
+        """Whether the scaler is created in this file, and only by torch's class, or is passed in and used like torch's."""
+        event = trace[index]
         last = event.scaler.rsplit(".", 1)[-1]
         bound = [b for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in bs]
         makers = [n for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Call)]
         known = {scaler.node for scaler in script.scalers}
         named = [m for m in makers if text_of(m.func).endswith("Scaler") and not is_data_scaler(text_of(m.func))]
-        return any(m in known for m in makers) and all(m in known for m in named)
+        is_created = any(m in known for m in makers) and all(m in known for m in named)
+        return is_created or is_passed_in(script, trace, event)
 
 
 _FRAMEWORKS = {

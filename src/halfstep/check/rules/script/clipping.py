@@ -16,6 +16,7 @@ from halfstep.check.script.flow.order import (
     earlier,
     later,
     only_settings,
+    repeats,
     scalers_at,
     switched_off,
     without_amp,
@@ -204,7 +205,7 @@ class ClipBeforeBackward(TraceRule):
         clip = trace[index]
         around = [e for e in trace if e.loops[: len(clip.loops)] == clip.loops and compatible(e, clip)]
         # A clip whose conditions exclude each other never runs.
-        if clip not in around or not clip.loops or measures_only(clip.node) or not _steps_together(around):
+        if clip not in around or not repeats(clip) or measures_only(clip.node) or not _steps_together(around):
             return None
         if any(e.kind in {"owned_step", "handed", "autograd_grad"} or _is_unknown(script, e) for e in around):
             return None

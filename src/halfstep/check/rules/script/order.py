@@ -26,6 +26,7 @@ from halfstep.check.script.flow.order import (
     implied,
     later,
     only_settings,
+    repeats,
     scaled_before,
     scales_between,
     switched_off,
@@ -236,8 +237,7 @@ class StepBypassesScaler(TraceRule):
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """optimizer.step after a scaled backward."""
-        event = trace[index]
-        call = event.node
+        event, call = trace[index], trace[index].node
         if without_amp(event):
             return None
         if event.kind == "scaler_step":
@@ -383,7 +383,7 @@ class ClipAfterStep(TraceRule):
         if before is None or trace[before].kind not in {"scaler_step", "opt_step"}:
             return None
         step = trace[before]
-        if step.loops != event.loops or not only_settings(script, step, event) or not event.loops:
+        if step.loops != event.loops or not only_settings(script, step, event) or not repeats(event):
             return None
         if any(trace[i].loops == event.loops for i in later(trace, index, "backward", "owned_backward", *STEPS)):
             return None

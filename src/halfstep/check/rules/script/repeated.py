@@ -13,9 +13,11 @@ from halfstep.check.script.flow.order import (
     implied,
     only_settings,
     rebound_between,
+    repeats,
     switched_off,
 )
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import is_one
 
@@ -89,7 +91,7 @@ class StepRepeated(TraceRule):
         if _has_arguments(event) or switched_off(script, event):
             return None
         before = self._before(trace, index)
-        if before is None or before.node is event.node or before.loops != event.loops or not event.loops:
+        if before is None or before.node is event.node or before.loops != event.loops or not repeats(event):
             return None
         if _has_arguments(before) or rebound_between(script, before, event):
             return None
@@ -102,7 +104,8 @@ class StepRepeated(TraceRule):
             return self.finding(script.where(event.node), message, instead="step once per backward", severity="warning")
         if not only_settings(script, before, event):
             return None
-        if event.kind == "update" and not script.scalers_named(event.scaler):
+        is_known = script.scalers_named(event.scaler) or is_passed_in(script, trace, event)
+        if event.kind == "update" and not is_known:
             return None
         if event.kind == "update":
             message = f"`{event.local.scaler}.update()` repeats line {_line(before)} without a step between: this raises AssertionError"

@@ -22,6 +22,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.flow.window import depth_without_optimizers
 from halfstep.check.script.objects.owners import optimized_models
 from halfstep.check.script.objects.values import constant, text_of
@@ -34,6 +35,9 @@ _CAUGHT = regex(r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b") 
 _BATCH = regex(
     r"step|batch|iter(?!ator)|^optimi[sz]e_parameters$", re.IGNORECASE
 )  # functions that a caller in another file runs once per batch
+_USES = ("scale", "unscale", "scaler_step", "handed", "stored", "get_scale")
+_STEPS = regex(r"step|unscale|optimi[sz]e|update_(param|weight|model)|apply|learn", re.IGNORECASE)
+_OPTIMIZER = regex(r"(^|[._])opt(im|s?\b|_)", re.IGNORECASE)
 _WORD = regex(r"[A-Za-z_]\w+")
 _SETTINGS = regex(r"\b(args|cfg|config|conf|hparams|opts?|self)\.")  # two settings of one object are two variables
 _START = """\
@@ -106,7 +110,7 @@ class UncheckedUpdate(TraceRule):
         if not is_repeated or _has_arguments(event) or switched_off(script, event):
             return None
         caught = replace(event, guards=tuple(g for g in event.guards if not g.text.startswith("except@")))
-        if not script.scalers_named(event.scaler) or without_amp(caught):
+        if not (script.scalers_named(event.scaler) or is_passed_in(script, trace, event)) or without_amp(caught):
             return None
         loops = event.loops[: depth_without_optimizers(script, event)]
         around = [e for e in trace if (loops or not event.loops) and e.loops[: len(loops)] == loops]
@@ -138,6 +142,8 @@ class UncheckedUpdate(TraceRule):
     def _unchecked_update(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for an update whose steps are all under a condition that the update does not have."""
         checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
+        if not checks:
+            return self._never_checked(script, event, around)
         if not any(e.kind == "scaler_step" for e in checks):
             return None
         # The end of a window is a condition of its own, unless the update waits for it as well.
@@ -156,6 +162,26 @@ class UncheckedUpdate(TraceRule):
             f"when {_negated(guard)}, no step has checked the gradients since the last update: "
             f"`{event.local.scaler}.update()` raises AssertionError",
             instead=f"call {event.local.scaler}.update() only after {event.local.scaler}.step",
+        )
+
+    def _never_checked(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for an update in a loop that scales a loss and has no step of any kind, or of a scaler with no other use."""
+        scaled = [e for e in around if e.kind == "backward" and e.scaled == "yes" and e.scaler == event.scaler]
+        if not event.loops or any(e.function is not event.function for e in scaled):
+            return None
+        if not scaled:
+            name = event.local.scaler.rsplit(".", 1)[-1]
+            used = [e for e in script.events(*_USES) if e.scaler.rsplit(".", 1)[-1] in {name, ""}]
+            if used or not any(e.kind == "opt_step" and compatible(e, event) for e in around):
+                return None
+        other = {e.node for e in around if e.kind == "opt_step" and (not scaled or not compatible(e, event))}
+        called = [node for node in ast.walk(event.function.node) if isinstance(node, ast.Call) and node not in other]
+        if scaled and any(map(_may_step, called)):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"no step of `{event.local.scaler}` checks the gradients: `{event.local.scaler}.update()` raises AssertionError",
+            instead=f"remove {event.local.scaler}.update(), or call {event.local.scaler}.step(optimizer) before it",
         )
 
     def _update_after_exception(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
@@ -201,6 +227,13 @@ class UncheckedUpdate(TraceRule):
             f"{f'of `{event.local.optimizer}` ' if model else ''}is None after zero_grad(): `{event.local.scaler}.step` raises AssertionError",
             instead="skip the step and the update of that batch as well",
         )
+
+
+def _may_step(call: ast.Call) -> bool:
+    """Whether a call may step an optimizer: by its name, or because it receives one."""
+    name = text_of(call.func).rsplit(".", 1)[-1]
+    values = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
+    return bool(_STEPS.search(name)) or (name != "scale" and any(map(_OPTIMIZER.search, values)))
 
 
 def _has_arguments(event: Event) -> bool:
@@ -262,7 +295,16 @@ def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[E
 def _is_used(check: Event, updates: list[Event]) -> bool:
     """Whether an update always follows a check: one without further conditions, or two on the two sides of one condition."""
     further = [set(update.guards) - set(check.guards) for update in updates]
-    return any(not own or (len(own) == 1 and {g.opposite for g in own} in further) for own in further)
+    return any(
+        not own or any(_is_opposite(guard, other) for guard in own for other in further if len(own) == 1)
+        for own in further
+    )
+
+
+def _is_opposite(guard: Guard, others: set[Guard]) -> bool:
+    """Whether conditions hold exactly where another does not: neither `a` nor `b`, for `a or b`."""
+    parts = guard.text.split(" or ") if guard.is_true else []
+    return others == {guard.opposite} or (len(parts) > 1 and others == {Guard(part, False) for part in parts})
 
 
 def _is_excluded(guard: Guard, others: set[Guard]) -> bool:

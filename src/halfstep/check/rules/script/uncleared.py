@@ -9,6 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.emptied import stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
@@ -220,6 +221,13 @@ class MisplacedZeroGrad(TraceRule):
                 f"line {script.where(event.node).line} clears the gradients, but nothing uses `{text_of(loss)}`: without backward and step "
                 "nothing is trained",
                 instead=f"{text_of(loss)}.backward(), {event.local.optimizer}.step()",
+            )
+        if (empty := stepped_empty(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"nothing computes gradients between `{event.local.optimizer}.zero_grad()` and the step of line "
+                f"{script.where(empty.node).line}, which has none to use",
+                instead="clear the gradients after the step",
             )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)

@@ -19,6 +19,7 @@ from halfstep.check.script.flow.order import (
     loops_around,
     only_settings,
     rebound_between,
+    repeats,
     together,
     without_amp,
 )
@@ -281,7 +282,7 @@ class UpdateBeforeStep(TraceRule):
         if following is None or trace[following].kind != "scaler_step":
             return None
         step = trace[following]
-        if step.loops != event.loops or step.scaler != event.scaler or not event.loops:
+        if step.loops != event.loops or step.scaler != event.scaler or not repeats(event):
             return None
         backs = [
             i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes" and trace[i].scaler == event.scaler

@@ -77,12 +77,22 @@ def measures_only(call: ast.AST) -> bool:
 
 def unscaled_between(script: Script, trace: Trace, first: int, last: int) -> bool:
     """Whether the gradients that `trace[last]` is about are unscaled, or already used, since `trace[first]`."""
-    if between(trace, first, last, *STEPS):
+    since = [e for e in between(trace, first, last, "unscale", *STEPS) if not _ends_window(trace, e, last)]
+    if any(e.kind in STEPS for e in since):
         return True
-    unscales = [e for e in between(trace, first, last, "unscale") if not is_of_another(script, trace, e, trace[last])]
+    unscales = [e for e in since if not is_of_another(script, trace, e, trace[last])]
     partial = [e for e in unscales if _independent(script, e, trace[first], trace[last])]
     # `if a: unscale_ ... else: unscale_` covers every path.
     return len(partial) < len(unscales) or any(not compatible(a, b) for a in partial for b in partial)
+
+
+def _ends_window(trace: Trace, event: Event, last: int) -> bool:
+    """Whether an event ends the windows of a loop, and `trace[last]` is for the micro-batches left over after the loop."""
+    use = trace[last]
+    is_inside = len(event.loops) > len(use.loops) and event.loops[: len(use.loops)] == use.loops
+    if not is_inside or not event.accumulating or event.roots != use.roots:
+        return False
+    return any(e.kind == "scaler_step" and e.loops == use.loops and compatible(e, use) for e in trace[last + 1 :])
 
 
 def skipped_unscale(script: Script, trace: Trace, first: int, last: int) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "loops_around",
     "only_settings",
     "rebound_between",
+    "repeats",
     "scaled_before",
     "scalers_at",
     "scales_between",
@@ -137,6 +138,11 @@ def together(script: Script, a: Event, b: Event) -> bool:
 def only_settings(script: Script, a: Event, b: Event) -> bool:
     """Whether each condition on `a` that `b` does not have is a setting, or tests if mixed precision is on."""
     return all(guard in b.guards or is_amp(guard) or is_setting(script, guard, a) for guard in a.guards)
+
+
+def repeats(event: Event) -> bool:
+    """Whether an event may run once per batch: in a loop, or in a function that another file may call from one."""
+    return bool(event.loops) or not isinstance(event.function.node, ast.Module)
 
 
 def rebound_between(script: Script, a: Event, b: Event) -> bool:

@@ -1,21 +1,37 @@
-"""Whether a scaler is updated as often as it steps."""
+"""Whether a scaler is updated as often as it steps, and whether one that is passed in is torch's."""
 
 from __future__ import annotations
 
 import ast
 
-from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import changes_in_loop, implied, is_setting, only_settings, switched_off
+from halfstep.check.script.flow.event import Event, Loop, compatible, is_accumulation
+from halfstep.check.script.flow.order import changes_in_loop, implied, is_setting, only_settings, repeats, switched_off
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
 
-__all__ = ["owns_loop", "seldom_updated"]
+__all__ = ["is_passed_in", "owns_loop", "seldom_updated"]
+
+_PROTOCOL = {"backward", "scaler_step", "update"}
+
+
+def is_passed_in(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether no line here creates the scaler of an event, but its loop calls scale, step and update as torch's needs them."""
+    last = event.scaler.rsplit(".", 1)[-1]
+    bound = [b for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in bs]
+    values = [b.value for b in bound if b.value is not None]
+    if any(isinstance(node, ast.Call) for value in values for node in ast.walk(value)):
+        return False
+    around = [e for e in trace if e.function is event.function and e.loops[:1] == event.loops[:1]]
+    used = [e for e in around if e.scaler == event.scaler]
+    return {e.kind for e in used if e.kind != "backward" or e.scaled == "yes"} >= _PROTOCOL
 
 
 def seldom_updated(script: Script, trace: Trace, index: int) -> str:
     """Why the updates of a scaler come less often than this step of one optimizer; "" if they do not, or may not."""
     event = trace[index]
     updates = [e for e in trace if e.kind == "update" and e.scaler == event.scaler]
+    if loop := _left_stepped(trace, index, updates):
+        return f"after the loop at line {loop.line} without `update()`, and so does the next step in the loop"
     others = any(e.kind == "handed" and e.scaler == event.scaler for e in trace)
     if not updates or others or not event.loops or switched_off(script, event) or changes_in_loop(script, event):
         return ""
@@ -35,6 +51,20 @@ def seldom_updated(script: Script, trace: Trace, index: int) -> str:
     if not all(extra) or extra[0] is None or not all(implied(event, e) for e in inside):
         return ""
     return f"without `update()` unless `{extra[0].text}`"
+
+
+def _left_stepped(trace: Trace, index: int, updates: list[Event]) -> Loop | None:
+    """The loop that updates after its own steps, where this step for the micro-batches left over has no update."""
+    event, depth = trace[index], len(trace[index].loops)
+    if not repeats(event) or not updates or not any(map(is_accumulation, event.guards)):
+        return None
+    loops = {e.loops[: depth + 1] for e in updates if len(e.loops) > depth and e.loops[:depth] == event.loops}
+    if len(loops) != 1 or any(e.loops[: depth + 1] not in loops or e in trace[index:] for e in updates):
+        return None
+    steps = [e for e in trace[:index] if e.kind == "scaler_step" and e.optimizer == event.optimizer]
+    inside = [e for e in steps if e.loops[: depth + 1] in loops and e.accumulating and e.scaler == event.scaler]
+    is_known = event.function is updates[-1].function and not any(e.kind == "handed" for e in trace)
+    return next(iter(loops))[-1] if inside and is_known else None
 
 
 def _sets_scale(script: Script, step: Event, update: Event) -> bool:
