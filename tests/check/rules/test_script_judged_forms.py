@@ -1,0 +1,31 @@
+"""Forms of public scripts that looked like a mistake and are none, each with the nearest form that is one."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def lines(text, code):
+    """The lines at which a rule reports something."""
+    return [f.line for f in findings(text, code)]
+
+
+AVERAGED = """\
+import torch
+from torch.optim.swa_utils import AveragedModel
+scaler = torch.amp.GradScaler("cuda")
+average = AveragedModel(model)
+for epoch in range(9):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    best = average if average is not None else model
+    torch.save({saved}.state_dict(), path)
+"""
+
+
+@pytest.mark.parametrize(("saved", "expected"), [("best", []), ("average", []), ("optimizer", [11])])
+def test_an_averaged_model_is_no_optimizer(saved, expected):
+    """`torch.optim.swa_utils` has models too: the file of one is not a checkpoint without its scaler."""
+    assert lines(AVERAGED.format(saved=saved), "HS170") == expected
