@@ -29,3 +29,29 @@ for epoch in range(9):
 def test_an_averaged_model_is_no_optimizer(saved, expected):
     """`torch.optim.swa_utils` has models too: the file of one is not a checkpoint without its scaler."""
     assert lines(AVERAGED.format(saved=saved), "HS170") == expected
+
+
+MEMORY = """\
+import torch
+def main():
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+    best = None
+    for epoch in range(9):
+        for x in loader:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        best = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+    if best is not None:
+        {use}
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [('model.load_state_dict(best["model"])', []), ("torch.save(best, path)", [11]), ("return best", [11])],
+)
+def test_states_that_stay_in_memory_are_no_checkpoint(use, expected):
+    """The best states of a run, restored at its end, are no file from which another run resumes."""
+    assert lines(MEMORY.format(use=use), "HS170") == expected
