@@ -55,3 +55,24 @@ def main():
 def test_states_that_stay_in_memory_are_no_checkpoint(use, expected):
     """The best states of a run, restored at its end, are no file from which another run resumes."""
     assert lines(MEMORY.format(use=use), "HS170") == expected
+
+
+ACCUMULATE = """\
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        optimizer.zero_grad()
+        accelerator.backward(model(x))
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [("mixed_precision='fp16'", []), ("gradient_accumulation_steps=args.steps", [6])],
+)
+def test_an_accelerator_without_steps_accumulates_nothing(options, expected):
+    """The default of gradient_accumulation_steps is 1: each micro-batch is a window."""
+    assert lines(ACCUMULATE.format(options=options), "HS181") == expected

@@ -207,8 +207,8 @@ class ClearedEveryMicroBatch(TraceRule):
         engine = engine_at(script, key_of(accumulate.func.value), event.function)
         if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
             return None
-        if engine.is_created and constant(engine.steps) in {1, None}:
-            return None
+        if engine.is_created and (engine.steps is None or constant(engine.steps) in {1, None}):
+            return None  # every micro-batch is a window, unless the launcher says otherwise
         depth = depth_without_optimizers(script, event)
         inside = [
             i
