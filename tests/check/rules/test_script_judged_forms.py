@@ -76,3 +76,41 @@ for x in loader:
 def test_an_accelerator_without_steps_accumulates_nothing(options, expected):
     """The default of gradient_accumulation_steps is 1: each micro-batch is a window."""
     assert lines(ACCUMULATE.format(options=options), "HS181") == expected
+
+
+COUNTED = """\
+import torch
+class Trainer:
+    def train_step(self, x):
+        missing = [key for key in self.keys if key not in x]
+        if missing:
+            raise ValueError(missing)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.model(x)
+        scaled_loss = loss / self.args.grad_accum
+        scaled_loss.backward()
+    def train(self):
+        accum_step = 0
+        for x in self.loader:
+            {first}
+                self.train_step(x)
+            else:
+                with self.model.no_sync():
+                    self.train_step(x)
+            accum_step += 1
+            {last}
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ("if accum_step % self.args.grad_accum == 0:", "if accum_step % self.args.grad_accum == 0:", []),
+        ("if self.is_single:", "if True:", [22]),
+    ],
+)
+def test_one_condition_before_and_after_the_count_is_two(first, last, expected):
+    """The same text at the start and at the end of a window, with the counter increased in between."""
+    assert lines(COUNTED.format(first=first, last=last), "HS181") == expected

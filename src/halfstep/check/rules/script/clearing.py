@@ -277,6 +277,9 @@ class ClearedEveryMicroBatch(TraceRule):
         steps = [e for e in steps if compatible(e, backs[0])] or steps
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
             return None
+        ends = [g for g in steps[0].accumulating if g in backs[0].guards]
+        if any(_is_counted_between(g, backs[0], steps[0]) for g in ends):
+            return None  # the backward of a window's start, the step of its end
         divisor = self._divisor(script, backs[0])
         if not divisor:
             return None
