@@ -114,3 +114,23 @@ class Trainer:
 def test_one_condition_before_and_after_the_count_is_two(first, last, expected):
     """The same text at the start and at the end of a window, with the counter increased in between."""
     assert lines(COUNTED.format(first=first, last=last), "HS181") == expected
+
+
+SCALED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="no")
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    accelerator.backward({loss})
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("scaler.scale(loss)", []), ("loss", [6])])
+def test_an_engine_may_receive_a_scaled_loss(loss, expected):
+    """The script's own scaler multiplies the loss that the Accelerator runs its backward on."""
+    assert lines(SCALED.format(loss=loss), "HS123") == expected
