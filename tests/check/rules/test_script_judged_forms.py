@@ -134,3 +134,22 @@ for x in loader:
 def test_an_engine_may_receive_a_scaled_loss(loss, expected):
     """The script's own scaler multiplies the loss that the Accelerator runs its backward on."""
     assert lines(SCALED.format(loss=loss), "HS123") == expected
+
+
+MUON = """\
+import torch
+def orthogonalize(g):
+    return g.to(torch.bfloat16)
+class Muon({base}):
+    def step(self):
+        for group in self.groups:
+            g = group["grads"]
+            torch._foreach_lerp_(g, group["buffers"], 0.05)
+            g = orthogonalize(torch.stack(g))
+"""
+
+
+@pytest.mark.parametrize(("base", "expected"), [("torch.optim.Optimizer", []), ("Average", [8])])
+def test_an_optimizer_averages_gradients(base, expected):
+    """The momentum of an optimizer is no average of weights."""
+    assert lines(MUON.format(base=base), "HS153") == expected
