@@ -153,3 +153,51 @@ class Muon({base}):
 def test_an_optimizer_averages_gradients(base, expected):
     """The momentum of an optimizer is no average of weights."""
     assert lines(MUON.format(base=base), "HS153") == expected
+
+
+HOOK = """\
+import torch
+import apex
+class Hook:
+    def after_iteration(self, runner):
+        {divide}
+        with apex.amp.scale_loss(runner.outputs["loss"], runner.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if self.every_n_iters(runner, self.cumulative_iters):
+            runner.optimizer.step()
+            runner.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("divide", "expected"),
+    [
+        ('runner.outputs["loss"] /= self.cumulative_iters', []),
+        ("runner.total /= self.cumulative_iters", [7]),
+        ("pass", [7]),
+    ],
+)
+def test_an_entry_is_divided_in_place(divide, expected):
+    """The loss of a backward may be an entry of a dictionary."""
+    assert lines(HOOK.format(divide=divide), "HS180") == expected
+
+
+FACTOR = """\
+import torch
+from torch.cuda.amp import autocast
+class Hook:
+    def after_iteration(self, runner):
+        factor = self.cumulative_iters if runner.iter < self.whole else self.rest
+        loss = runner.outputs["loss"]{divide}
+        scaled_loss = loss * self.loss_scaler.loss_scale
+        scaled_loss.backward()
+        if self.every_n_iters(runner, self.cumulative_iters):
+            runner.optimizer.step()
+            runner.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("divide", "expected"), [(" / factor", []), ("", [8])])
+def test_a_loss_is_divided_before_it_is_scaled(divide, expected):
+    """The divisor of the loss that a scaled one is the product of."""
+    assert lines(FACTOR.format(divide=divide), "HS180") == expected
