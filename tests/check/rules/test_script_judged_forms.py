@@ -201,3 +201,26 @@ class Hook:
 def test_a_loss_is_divided_before_it_is_scaled(divide, expected):
     """The divisor of the loss that a scaled one is the product of."""
     assert lines(FACTOR.format(divide=divide), "HS180") == expected
+
+
+APEX = """\
+import torch
+from apex import amp
+def main():
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+    for x in loader:
+        with amp.scale_loss(model(x), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        best = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+    {use}
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"), [('model.load_state_dict(best["model"])', []), ("torch.save(best, path)", [10])]
+)
+def test_states_that_stay_in_memory_need_no_state_of_apex(use, expected):
+    """Apex's scale belongs into a file from which another run resumes."""
+    assert lines(APEX.format(use=use), "HS173") == expected
