@@ -275,3 +275,30 @@ def test_a_base_class_of_the_file_is_read():
     child = f"class Own(Trainer):\n    def store(self):\n        {SAVE}\n"
     assert len(findings(text + child, "HS132")) == 1
     assert findings(text + child.replace("Own", "OwnBase"), "HS132") == []
+
+
+EARLY_LOAD = """\
+import torch
+
+class Loop:
+    {body}
+
+class Trainer(Loop):
+    def __init__(self, path):
+        if path:
+            self.load(path)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def load(self, path):
+        self.scaler.load_state_dict(torch.load(path)["scaler"])
+
+def measure(model, x):
+    scaler = torch.amp.GradScaler("cuda")
+    return scaler.scale(model(x))
+"""
+
+
+@pytest.mark.parametrize(("body", "expected"), [("pass", 1), ("scaler = None", 0), ("def scaler(self): ...", 0)])
+def test_a_local_variable_of_the_same_name_is_no_attribute(body, expected):
+    """Only the class and its bases decide whether `self.scaler` exists before `__init__` assigns it."""
+    assert len(findings(EARLY_LOAD.format(body=body), "HS132")) == expected

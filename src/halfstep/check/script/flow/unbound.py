@@ -12,7 +12,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["is_bound", "unbound_scalers"]
+__all__ = ["is_bound", "own_lineage", "unbound_scalers"]
 
 _PLAIN_BASES = {"object", "Module", "ABC", "Generic", "Protocol", "LightningModule"}  # classes that assign no scaler
 # What may add any attribute to an object of the class. A dataclass elsewhere in the file, or `setattr(args, ...)`, does not.
@@ -57,7 +57,7 @@ def _is_tested(script: Script, event: Event) -> bool:
 def _lacks(script: Script, name: str, function: Function) -> bool:
     """Whether a class has no attribute of a name, as far as its file shows: it assigns none and inherits none."""
     outline, cls = script.outline, function.cls
-    lineage = _lineage(script, cls)
+    lineage = own_lineage(script, cls)
     if not name.isidentifier() or not lineage or _OPEN.search(cls):
         return False
     if not any("__init__" in outline.classes.get(member, {}) for member in lineage):
@@ -68,7 +68,7 @@ def _lacks(script: Script, name: str, function: Function) -> bool:
     return not any(_stores(node, name) for node in stored)
 
 
-def _lineage(script: Script, cls: str) -> set[str]:
+def own_lineage(script: Script, cls: str) -> set[str]:
     """A class of the file and its base classes, if all of them are in the file or assign no scaler; else none."""
     lineage: set[str] = set()
     todo = [cls] if cls else []
