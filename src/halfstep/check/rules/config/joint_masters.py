@@ -109,11 +109,12 @@ def _engine_in(value: ast.expr) -> str:
 
 def _wrapping(use: Use, call: ast.Call, owner: str) -> str:
     """The engine that was created around a model before a call, where the variable still is that model."""
-    for node in use.nodes if owner and use.engines is not None else ():
+    created = use.engines.made if use.engines is not None else []
+    for node in use.nodes if owner and created else ():
         made = node.value if isinstance(node, ast.Assign) else None
         while isinstance(made, ast.Subscript):
             made = made.value
-        if not isinstance(node, ast.Assign) or not isinstance(made, ast.Call) or made not in use.engines.made:
+        if not isinstance(node, ast.Assign) or not isinstance(made, ast.Call) or made not in created:
             continue
         models = {key_of(k.value) for k in made.keywords if k.arg == "model"} | {key_of(a) for a in made.args[1:2]}
         bound = {key_of(part) for target in node.targets for part in ast.walk(target)}
