@@ -21,6 +21,7 @@ from halfstep.check.script.objects.engines import (
     last_name,
     loop_class,
     prepared_for,
+    scaling_accelerator,
 )
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import may_be_none
@@ -148,8 +149,7 @@ class OptimizerNotPrepared(TraceRule):
             return self._report(
                 script, event, engine, f"`prepare` leaves the list `{collection}` as it is", f"pass `*{collection}`"
             )
-        # A file that prepares nothing may leave that to another one, which neither the fp16 of this file nor a variable of the
-        # function that steps excuses.
+        # A file that prepares nothing may leave that to another one; neither fp16 here nor a local optimizer excuses it.
         decided = prepared.is_complete and (
             prepared.names or engine.precision == "fp16" or _is_local(script, event, engine)
         )
@@ -194,7 +194,9 @@ class OptimizerNotPrepared(TraceRule):
 
 
 def _is_local(script: Script, event: Event, engine: Engine) -> bool:
-    """Whether one function creates the engine and the optimizer that it steps, so that nothing else can replace either."""
+    """Whether one function creates the engine, with an option for fp16, and the optimizer: nothing else can replace either."""
+    if scaling_accelerator(script) is None:
+        return False
     bound = script.outline.lookup(event.optimizer, event.function) if event.optimizer.isidentifier() else []
     is_here = bool(bound) and all(b.function is event.function for b in bound)
     return is_here and engine.function is event.function and not {"prepare", "setup"} & script.outline.calls.keys()

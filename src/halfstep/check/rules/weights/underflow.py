@@ -57,6 +57,7 @@ def focal_loss(logits, target):
     p = torch.clamp(torch.sigmoid({logits}), min=1e-4, max={high})
     return -(target * torch.log(p) + (1 - target) * torch.log(1 - p)).mean()
 
+scaler = torch.amp.GradScaler("cuda")
 for x, y in loader:
     optimizer.zero_grad()
     with torch.autocast("cuda", dtype=torch.float16):
