@@ -49,6 +49,15 @@ def test_parameters_that_are_passed_to_a_function_belong_to_the_callers_model():
     assert lines(text.replace("Net().to(torch.bfloat16)", "Net()"), "HS151") == []
 
 
+def test_parameters_of_an_object_are_not_passed():
+    """`self` of a method is no argument of its calls, also of those without any."""
+    text = BF16 + (
+        "class Trainer:\n    def make(self):\n        return torch.optim.AdamW(self, lr=1e-4)\n    def fit(self):\n"
+        "        return self.make()\n" + LOOP
+    )
+    assert lines(text, "HS151") == []
+
+
 def test_a_part_under_another_name_has_the_dtype_of_its_model():
     """`inner = speech.model` and `inner.talker` are parts of what was loaded in bfloat16."""
     text = (

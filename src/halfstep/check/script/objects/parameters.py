@@ -53,7 +53,7 @@ def owners_of(
             for binding in outline.lookup(node.id, function):
                 if binding.value is not None and binding.function is function:
                     yield from owners_of(outline, binding.value, function, depth - 1)
-            if node.id in function.params and node.id not in {"self", "cls"}:  # `def build_optimizer(params, lr)`
+            if node.id in function.params:  # `def build_optimizer(params, lr)`
                 for value, caller in passed_for(outline, node.id, function):
                     yield from owners_of(outline, value, caller, depth - 1)
             for call, inner in _appended(outline, node.id, function):
