@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from bench_plan import cublas_workspaces, measure_one
-from zoo_models import CASES, HELD_BACK
+from zoo_models import CASES, HELD_BACK, Case, case_of_target
 
 from halfstep.hardware.environment import environment
 from halfstep.planning.estimator import Estimator
@@ -54,6 +54,11 @@ class Row(NamedTuple):
         return None
 
 
+def case_of(model: str) -> Case:
+    """A model of the zoo by its name, or any other as `timm:NAME` or `transformers:CONFIG`."""
+    return case_of_target(model) if ":" in model else (CASES | HELD_BACK)[model]
+
+
 def parsed(setting: str) -> tuple[str, str | None]:
     """The precision and the value of recompute of a setting."""
     precision, _, recompute = setting.partition(_RECOMPUTE)
@@ -63,7 +68,7 @@ def parsed(setting: str) -> tuple[str, str | None]:
 def predict(model: str, setting: str) -> int | str:
     """The predicted peak, or why there is none."""
     torch.set_num_threads(1)
-    case = (CASES | HELD_BACK)[model]
+    case = case_of(model)
     precision, recompute = parsed(setting)
     try:
         options = StepOptions(recompute=recompute)
@@ -74,7 +79,7 @@ def predict(model: str, setting: str) -> int | str:
 
 def measure(model: str, setting: str, workspaces: int) -> int | str:
     """The measured peak, or why there is none."""
-    case = (CASES | HELD_BACK)[model]
+    case = case_of(model)
     precision, recompute = parsed(setting)
     try:
         row = measure_one(case.job(), precision, case.batch, torch.device("cuda"), recompute=recompute, phases=False)
@@ -152,7 +157,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, metavar="FILE.md")
     options = parser.parse_args()
     models = options.models or list(HELD_BACK if options.held_back else CASES)
-    unknown = set(models) - set(CASES) - set(HELD_BACK)
+    unknown = {model for model in models if ":" not in model} - set(CASES) - set(HELD_BACK)
     if unknown:
         parser.error(f"unknown models: {', '.join(sorted(unknown))}; known: {', '.join(CASES | HELD_BACK)}")
     settings = tuple(options.settings.split(";"))

@@ -124,7 +124,8 @@ LEAN_16_BIT = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow", "softplus", "renorm", "softmax", *_UPSAMPLINGS,
 )  # fmt: skip
-# Of those, results that can pass 65504 where the input did not. A cube is an exception: see `engine/region/casts.py`.
+# Of those, results that can pass 65504 where the input did not. A cube and the square of a ReLU are exceptions: see
+# `engine/region/casts.py`.
 FP16_RANGE = ("cosh", "exp", "expm1", "pow", "reciprocal", "sinh", "tan")
 # Reductions that follow their input's dtype where they keep the reduced dimension; in fp16 norms do, for sums its range is
 # too small.

@@ -64,3 +64,23 @@ def test_an_engine_that_is_created_under_a_condition_is_followed():
     make = f"if use_deepspeed:\n    {MAKE}"
     load = "if use_deepspeed:\n    engine.module.load_state_dict(w)\nelse:\n    net.load_state_dict(w)\n"
     assert lines(body(make, load, TRAIN)) == [6]
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["engine.module", "engine.module if hasattr(engine, 'module') else engine", "getattr(engine, 'module', engine)"],
+)
+def test_a_variable_for_the_module_of_a_conditional_engine_is_followed(module):
+    """`raw = engine.module` in the branch with DeepSpeed and `raw = net` in the other: the load is of both."""
+    make = f"def main():\n    if use_ds:\n        {MAKE}        raw = {module}\n    else:\n        raw = net\n"
+    train = "    for x in loader:\n        if bad:\n            raw.load_state_dict(w)\n        engine.backward(engine(x))\n        engine.step()\n"
+    assert lines(body(make, train)) == [11]
+    assert lines(body(make.replace(module, "Copy(engine)"), train)) == []
+
+
+def test_the_model_under_an_engine_is_its_module():
+    """The engine has the model itself, not a copy: a load into it after the engine exists is a load into the engine."""
+    load = "net.load_state_dict(torch.load('model.pt'))\n"
+    assert lines(body(MAKE, load, TRAIN)) == [4]
+    assert lines(body(load, MAKE, TRAIN)) == []
+    assert lines(body(f"if use_ds:\n    {MAKE}else:\n    {load}", TRAIN)) == []

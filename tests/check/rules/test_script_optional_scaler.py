@@ -106,3 +106,30 @@ for x, y in loader:
 def test_a_variable_that_stores_the_test_of_the_scaler_is_that_test(step, expected):
     """`scaled = scaler is not None` decides like the comparison itself."""
     assert ("HS176" in reported(STORED.format(step=step))) == expected
+
+
+COMBINED = """\
+import torch
+
+def main(args, model, optimizer, loader):
+    use_amp = args.use_amp and torch.cuda.is_available()
+    scaler = torch.amp.GradScaler("cuda") if use_amp else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", enabled=use_amp):
+            loss = model(x, y)
+        if {test}:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+
+
+def test_a_test_of_one_part_of_the_flag_is_not_enough():
+    """`use_amp` is `args.use_amp and torch.cuda.is_available()`: without a GPU, `args.use_amp` is true and the scaler None."""
+    assert "HS176" in reported(COMBINED.format(test="args.use_amp"))
+    assert "HS176" not in reported(COMBINED.format(test="use_amp"))
+    assert "HS176" not in reported(COMBINED.format(test="scaler is not None"))

@@ -228,3 +228,77 @@ def test_a_setting_that_switches_the_use_off_where_there_is_no_scaler(off, count
     text = "import torch\nif args.amp and args.model != 'x':\n    " + CREATE + off
     text += "for x in loader:\n    if args.amp:\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()[1:])
     assert len(findings(text, "HS132")) == count
+
+
+UNASSIGNED = """\
+import torch
+from dataclasses import dataclass
+
+@dataclass
+class Options:
+    amp: bool = True
+
+class Trainer({base}):
+    def __init__(self, options):
+        {assign}self.optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    def validate(self, x):
+        with torch.autocast("cuda"):
+            return net(x)
+    def save(self):
+        {save}
+"""
+SAVE = "torch.save({'scaler': self.scaler.state_dict()}, 'x.pt')"
+
+
+@pytest.mark.parametrize(
+    ("base", "assign", "save", "expected"),
+    [
+        ("object", "", SAVE, 1),
+        ("torch.nn.Module", "", SAVE, 1),
+        ("Loader", "", SAVE, 0),
+        ("object", "self.scaler = make(); ", SAVE, 0),
+        ("object", "setattr(self, name, make()); ", SAVE, 0),
+        ("object", "setattr(options, name, make()); ", SAVE, 1),
+        ("object", "", f"if hasattr(self, 'scaler'):\n            {SAVE}", 0),
+        ("object", "", f"try:\n            {SAVE}\n        except AttributeError:\n            pass", 0),
+    ],
+)
+def test_a_state_of_a_scaler_that_no_line_assigns(base, assign, save, expected):
+    """A checkpoint reads `self.scaler`, which a class with nothing to inherit it from never assigns; other classes do not matter."""
+    text = UNASSIGNED.format(base=base, assign=assign, save=save)
+    assert len(findings(text, "HS132")) == expected
+
+
+def test_a_base_class_of_the_file_is_read():
+    """What a class inherits from a class of the same file is known; a class for others to extend may get its scaler there."""
+    text = UNASSIGNED.format(base="object", assign="", save="pass")
+    child = f"class Own(Trainer):\n    def store(self):\n        {SAVE}\n"
+    assert len(findings(text + child, "HS132")) == 1
+    assert findings(text + child.replace("Own", "OwnBase"), "HS132") == []
+
+
+EARLY_LOAD = """\
+import torch
+
+class Loop:
+    {body}
+
+class Trainer(Loop):
+    def __init__(self, path):
+        if path:
+            self.load(path)
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def load(self, path):
+        self.scaler.load_state_dict(torch.load(path)["scaler"])
+
+def measure(model, x):
+    scaler = torch.amp.GradScaler("cuda")
+    return scaler.scale(model(x))
+"""
+
+
+@pytest.mark.parametrize(("body", "expected"), [("pass", 1), ("scaler = None", 0), ("def scaler(self): ...", 0)])
+def test_a_local_variable_of_the_same_name_is_no_attribute(body, expected):
+    """Only the class and its bases decide whether `self.scaler` exists before `__init__` assigns it."""
+    assert len(findings(EARLY_LOAD.format(body=body), "HS132")) == expected

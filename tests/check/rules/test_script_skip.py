@@ -234,3 +234,52 @@ for step in range(steps):
 def test_a_step_that_waits_for_a_counted_backward(test, count):
     """A counter next to the backward tells whether there are gradients."""
     assert len(findings(COUNTED.format(test=test), "HS115")) == count
+
+
+NAMED_CLASS = """\
+import torch
+from torch.cuda.amp import GradScaler
+
+NewScaler = getattr(torch.amp, "GradScaler", None)
+
+class Loop:
+    def __init__(self):
+        scaler_cls = {cls}
+        self.scaler = scaler_cls()
+
+    def epoch(self, loader):
+        def step():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+        count = 0
+        for x, y in loader:
+            loss = self.model(x, y)
+            if not torch.isfinite(loss):
+                {skip}
+                continue
+            count += 1
+            if x is not None:
+                self.scaler.scale(loss).backward()
+            if count == self.steps:
+                step()
+                self.optimizer.zero_grad()
+                count = 0
+        if count > 0:
+            step()
+            self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "skip", "expected"),
+    [
+        ("NewScaler or GradScaler", "self.scaler.update()", 1),
+        ("GradScaler", "self.scaler.update()", 1),
+        ("GradScaler", "self.optimizer.zero_grad()", 0),
+        ("choose()", "self.scaler.update()", 0),
+    ],
+)
+def test_the_class_of_a_scaler_under_another_name(cls, skip, expected):
+    """A variable that is torch's class, by import or by getattr; and a counter further out decides whether anything is left to step."""
+    assert len(findings(NAMED_CLASS.format(cls=cls, skip=skip), "HS115")) == expected

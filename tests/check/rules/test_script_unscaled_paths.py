@@ -230,3 +230,48 @@ def test_a_forward_that_enables_float16_by_the_device_of_its_input(enabled):
     assert [f.line for f in findings(text, "HS123")] == [10]
     assert findings(text.replace(f"enabled={enabled}", "enabled=self.amp"), "HS123") == []
     assert findings(text.replace("'cuda', enabled", "'cuda', torch.bfloat16, enabled"), "HS123") == []
+
+
+COLLECTED = """\
+import torch
+from contextlib import nullcontext
+
+class Policy:
+    def __init__(self, cfg):
+        self.dtype = torch.float16 if cfg.mixed and torch.cuda.is_available() else {other}
+        self.on = self.dtype is not None
+
+    def train(self, batches):
+        for batch in batches:
+            values = []
+            for x in batch:
+                with torch.autocast("cuda", dtype=self.dtype) if self.on else nullcontext():
+                    logits = self.model(x)
+                chosen = torch.log_softmax(logits, dim=-1){end}
+                picked = chosen.gather(-1, x)
+                values.append(picked.mean())
+            stacked = torch.stack(values)
+            ratio = torch.exp(stacked - old)
+            limited = torch.clamp(ratio, 0.8, 1.2)
+            loss = -torch.min(ratio, limited).mean()
+            (loss / 4).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "end", "expected"),
+    [("None", "", 1), ("None", ".detach()", 0), ("torch.bfloat16", "", 1), ("pick()", "", 1)],
+)
+def test_a_loss_many_assignments_after_the_region(other, end, expected):
+    """Lists and any number of assignments lead from the region to the loss; a detached value does not."""
+    assert len(findings(COLLECTED.format(other=other, end=end), "HS123")) == expected
+
+
+def test_a_dtype_that_is_float16_or_none_is_certain():
+    """autocast with dtype=None computes in float16 on CUDA, and the region is off otherwise."""
+    severities = {
+        other: findings(COLLECTED.format(other=other, end=""), "HS123")[0].severity for other in ("None", "pick()")
+    }
+    assert severities == {"None": "error", "pick()": "warning"}

@@ -176,6 +176,21 @@ def test_a_cube_in_fp16_can_be_differentiated_twice_and_mapped():
     assert torch.equal(mapped, y)
 
 
+@pytest.mark.parametrize("activation", [torch.relu, F.relu, nn.ReLU(inplace=True)], ids=["relu", "F.relu", "in place"])
+def test_the_square_of_a_relu_in_fp16_is_fp16_and_other_squares_are_not(activation):
+    """An activation as wide as the network is as in a pure fp16 model; a variance stays finite."""
+    x = torch.linspace(-3, 300, 9, dtype=FP16).requires_grad_()
+    with compute_region("cpu", "fp16", lean=True):
+        y = activation(x * 0.5) ** 2
+        variance = x.pow(2).mean(-1, keepdim=True)
+    assert (y.dtype, variance.dtype) == (FP16, FP32)
+    assert variance.isfinite()
+    y.sum().backward()
+    wide = x.detach().double().requires_grad_()
+    (F.relu(wide * 0.5) ** 2).sum().backward()
+    assert torch.allclose(x.grad.double(), wide.grad, rtol=4e-3)
+
+
 @every_compute
 def test_an_explicit_dtype_is_respected(compute):
     """A dtype that the model requests is that of the result."""

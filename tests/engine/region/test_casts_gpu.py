@@ -22,6 +22,7 @@ LISTED = {
     "softmax": ("h.softmax(-1)", 16, 16),
     "pow": ("h**2", 16, 32),
     "cube": ("h**3", 16, 16),
+    "square of a ReLU": ("F.relu(h) ** 2", 16, 16),
     "exp": ("h.exp()", 16, 32),
     "rsqrt": ("h.abs().rsqrt()", 16, 16),
     "softplus": ("F.softplus(h, beta=2.0)", 16, 16),

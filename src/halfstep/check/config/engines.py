@@ -99,6 +99,11 @@ class Engines:
         """Whether a node is in the branch of a script that runs without DeepSpeed: `else` of `if use_deepspeed:`."""
         return any("deepspeed" in test.lower() and not is_true for test, is_true in self._guards(node))
 
+    def are_apart(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes are in the two branches of one condition."""
+        opposite = {(test, not is_true) for test, is_true in self._guards(one)}
+        return bool(opposite & set(self._guards(other)))
+
     def _excluded(self, call: ast.Call) -> bool:
         """Whether a call cannot run, or may not run, where the engine exists."""
         created = {g for made in self.made for g in self._guards(made)}

@@ -95,7 +95,7 @@ class Script:
     @cached_property
     def scalers(self) -> tuple[Scaler, ...]:
         """Every GradScaler the script creates."""
-        names = [n for n in self.outline.calls if n.endswith("GradScaler")]
+        names = [n for n in self.outline.calls if "scaler" in n.lower()]
         names += [
             i.alias.asname for i in self.outline.names.imported if i.full.endswith("GradScaler") and i.alias.asname
         ]

@@ -7,6 +7,10 @@ fp16 and cubes. `x ** 3` passes 65504 from |x| = 40 on, but cubes in models are 
 four times as wide as the model: with fp32 results GPT-2 loses most of what 16-bit weights gain. There an inf is right: the
 tanh of it is 1, as of any number above 9. Only torch's gradient is not, `0 * 3 * x**2`, because x**2 is inf from 256 on.
 So a cube in fp16 gives fp16, with a gradient that multiplies from the left.
+
+The square of a ReLU (`relu(x) ** 2`, an activation too) is also as wide as the network, and goes into a product that rounds it to
+fp16 anyway: CAFormer in fp16 with fp32 squares has 0.77 of the pure model's speed. It gives fp16 as well. Other squares are
+those of variances, which fp32 keeps finite.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ __all__ = ["Make", "Run", "run_in_autocast", "run_in_lean", "upcast"]
 Run = Callable[[Any, Any], Any]  # runs an operation with these args and kwargs
 Make = Callable[[Any, str], Run]  # of an operation and a device type; what a call would look up is looked up once
 _CASTABLE = (torch.float32, *DTYPES_16_BIT)  # autocast leaves fp64 alone
-_CUBE = 3
+_SQUARE, _CUBE = 2, 3
 _WEIGHTS = 2  # index of the first weight of a normalisation layer
 _aten = torch.ops.aten
 # The operations that models run hundreds of times in a step, by torch's own bindings: calling an OpOverload takes twice as long.
@@ -166,6 +170,8 @@ def _in_range(operation: Any, device_type: str) -> Run:
                 return as_it_is(args, kwargs)  # it cannot transform a function from in here
             record_16_bits("pow")
             return _Cube.apply(args[0])  # type: ignore[no-untyped-call]
+        if is_power and args[1] == _SQUARE and _is_relu(args[0]):
+            return as_it_is(args, kwargs)
         return in_fp32(args, kwargs)
 
     return run
@@ -222,6 +228,11 @@ def _scaled_norm(operation: Any, device_type: str) -> Run:
         return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
 
     return run
+
+
+def _is_relu(x: Tensor) -> bool:
+    """Whether autograd knows that this is the result of a ReLU."""
+    return x.grad_fn is not None and x.grad_fn.name() == "ReluBackward0"
 
 
 def _arguments(operation: Any) -> list[str]:

@@ -75,22 +75,63 @@ class MastersNotRefreshed(JointRule):
 
 
 def _loaded(use: Use, call: ast.Call) -> str:
-    """The engine whose weights a call loads, through the engine itself, its module, or a variable that is its module."""
+    """The engine whose weights a call loads: through itself, its module, a variable that is its module, or the model it wraps."""
     owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if use.engines is not None and use.engines.is_without(call):
         return ""
     engines = _visible(use, call)
-    modules = {
-        key_of(target)
-        for n in use.nodes
-        if isinstance(n, ast.Assign) and key_of(n.value).removesuffix(".module") in engines
-        for target in n.targets
-        if key_of(n.value).endswith(".module")
-    }
     name = owner.removesuffix(".module")
     if name == owner and name in engines and not _is_engine_yet(use, call, name):
         return ""
-    return name if name in engines else use.engine if owner in modules - {""} else ""
+    return name if name in engines else _unwrapped(use, call, owner) or _wrapping(use, call, owner)
+
+
+def _unwrapped(use: Use, call: ast.Call, owner: str) -> str:
+    """The engine of which a variable is the module: of `net = engine.module`, or `getattr(engine, "module", engine)`."""
+    for node in use.nodes if owner else ():
+        if not isinstance(node, ast.Assign) or owner not in map(key_of, node.targets):
+            continue
+        arms = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+        for arm in arms:
+            engine = _engine_in(arm)
+            if engine in _visible(use, node) and _reaches(use, node, call, owner):
+                return engine
+    return ""
+
+
+def _engine_in(value: ast.expr) -> str:
+    """The `engine` of `engine.module` and of `getattr(engine, "module", ...)`."""
+    if isinstance(value, ast.Call) and key_of(value.func) == "getattr" and len(value.args) > 1:
+        name = value.args[1]
+        return key_of(value.args[0]) if isinstance(name, ast.Constant) and name.value == "module" else ""
+    return key_of(value).removesuffix(".module") if key_of(value).endswith(".module") else ""
+
+
+def _wrapping(use: Use, call: ast.Call, owner: str) -> str:
+    """The engine that was created around a model before a call, where the variable still is that model."""
+    created = use.engines.made if use.engines is not None else []
+    for node in use.nodes if owner and created else ():
+        made = node.value if isinstance(node, ast.Assign) else None
+        while isinstance(made, ast.Subscript):
+            made = made.value
+        if not isinstance(node, ast.Assign) or not isinstance(made, ast.Call) or made not in created:
+            continue
+        models = {key_of(k.value) for k in made.keywords if k.arg == "model"} | {key_of(a) for a in made.args[1:2]}
+        bound = {key_of(part) for target in node.targets for part in ast.walk(target)}
+        names = bound & _visible(use, call)
+        if owner in models - bound and names and _line(made) < _line(call) and _reaches(use, node, call, owner):
+            return min(names)
+    return ""
+
+
+def _reaches(use: Use, assign: ast.Assign, call: ast.Call, key: str) -> bool:
+    """Whether a variable of an assignment is the one that a call uses, and no condition separates the two."""
+    if use.engines is None:
+        return True
+    scopes = [use.engines.scope(n, *((ast.ClassDef,) if key.startswith("self.") else ())) for n in (assign, call)]
+    if scopes[0] is not None and scopes[0] is not scopes[1]:
+        return False
+    return not use.engines.are_apart(assign, call)
 
 
 def _is_engine_yet(use: Use, call: ast.Call, name: str) -> bool:

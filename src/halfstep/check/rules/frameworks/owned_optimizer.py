@@ -237,7 +237,7 @@ def _is_unprepared(script: Script, value: ast.expr, engine: Engine) -> bool:
 
 def _is_torch_optimizer(script: Script, call: ast.Call) -> bool:
     full = script.outline.names.full(call.func)
-    return full.startswith("torch.optim.") and "lr_scheduler" not in full
+    return full.startswith("torch.optim.") and not {"lr_scheduler", "swa_utils"} & set(full.split("."))
 
 
 class HalfWeightsInFramework(ScriptRule):

@@ -11,7 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early, passed_at
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.objects.saving import saves
+from halfstep.check.script.objects.saving import entry_of, saves
 from halfstep.check.script.objects.values import DTYPES, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -287,7 +287,7 @@ class ApexStateNotSaved(ScriptRule):
             return
         # A function of another file that gets the optimizer may save apex's state, which is global, by itself.
         saved = {e.node: e for e in script.events("save_optimizer") if _writes_state(e.node)}
-        for event in saved.values():
+        for event in (e for e in saved.values() if entry_of(script.outline, e.node) is not None):
             yield self.finding(
                 script.where(event.node),
                 f"the checkpoint contains the state of `{event.optimizer}` but not of apex.amp: a resumed run restarts at a scale of 65536",

@@ -207,7 +207,8 @@ class LossNotDivided(TraceRule):
             return False
         # `total += loss / n`, or `total /= n`, with another variable in the backward.
         total = key_of(statement.target)
-        return bool(total) and total.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
+        name = total.rsplit(".", 1)[-1].partition("[")[0]  # `outputs` of `outputs["loss"]`
+        return bool(total) and name not in self._behind(script, event, rounds=6)
 
     def _summed(self, script: Script, trace: Trace, event: Event) -> bool:
         """Whether the loss is a sum over the batch, whose gradients add up to those of the sum over the window."""
@@ -242,10 +243,10 @@ class LossNotDivided(TraceRule):
         ]
         return any(_NOMINAL.search(text_of(value)) for value in values if value is not None)
 
-    @staticmethod
-    def _weighted(script: Script, event: Event) -> bool:
+    def _weighted(self, script: Script, event: Event) -> bool:
         """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
+        names |= {name for name in self._behind(script, event, rounds=1) if name.endswith("loss")}  # `loss * scale`
         bound = [b for name in names - {"", "self"} for b in _before(script, name, event)]
         bound = [b for b in bound if not in_no_grad(script, b.node)]  # of a validation
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]

@@ -207,8 +207,8 @@ class ClearedEveryMicroBatch(TraceRule):
         engine = engine_at(script, key_of(accumulate.func.value), event.function)
         if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
             return None
-        if engine.is_created and constant(engine.steps) in {1, None}:
-            return None
+        if engine.is_created and (engine.steps is None or constant(engine.steps) in {1, None}):
+            return None  # every micro-batch is a window, unless the launcher says otherwise
         depth = depth_without_optimizers(script, event)
         inside = [
             i
@@ -277,6 +277,9 @@ class ClearedEveryMicroBatch(TraceRule):
         steps = [e for e in steps if compatible(e, backs[0])] or steps
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
             return None
+        ends = [g for g in steps[0].accumulating if g in backs[0].guards]
+        if any(_is_counted_between(g, backs[0], steps[0]) for g in ends):
+            return None  # the backward of a window's start, the step of its end
         divisor = self._divisor(script, backs[0])
         if not divisor:
             return None

@@ -1,4 +1,4 @@
-"""HS113, HS118, HS189: clipping that mixed precision leaves out, that comes before the gradients, or on every micro-batch."""
+"""HS113, HS189: clipping that mixed precision leaves out, or that runs on every micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from halfstep.check.script.flow.order import (
     earlier,
     later,
     only_settings,
-    repeats,
     scalers_at,
     switched_off,
     without_amp,
@@ -48,42 +47,6 @@ for x, y in loader:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-"""
-_NESTED = """\
-import torch
-
-for batch in loader:
-{early}    for x, y in batch.split(4):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = loss_fn(model(x), y) / 4
-        loss.backward()
-{late}    optimizer.step()
-    optimizer.zero_grad()
-"""
-_OWNED_LIMIT = "        if self.accelerator.sync_gradients:\n            self.accelerator.clip_grad_norm_(self.net.parameters(), 1.0)\n"
-_OWNED = """\
-from accelerate import Accelerator
-
-class Loop(Base):
-  def fit(self, loader):
-    for x, y in loader:
-      with self.accelerator.accumulate(self.net):
-        loss = self.loss(x, y)
-{early}        self.accelerator.backward(loss)
-{late}        self.optimizer.step()
-        self.optimizer.zero_grad()
-"""
-_LIMIT = "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-_EARLY = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = loss_fn(model(x), y)
-{early}    scaler.scale(loss).backward()
-{late}    scaler.step(optimizer)
-    scaler.update()
 """
 _CURE = "        scaler.unscale_(optimizer)\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 
@@ -168,84 +131,6 @@ def _clips_otherwise(script: Script, clips: list[Event]) -> bool:
     recognised = {e.node for e in clips}
     sites = [site for name, calls in script.outline.calls.items() if _CLIPS.search(name) for site in calls]
     return any(site.call not in recognised and isinstance(site.call, ast.Call) for site in sites)
-
-
-class ClipBeforeBackward(TraceRule):
-    """Gradients are clipped before backward has computed them."""
-
-    code = "HS118"
-    name = "clip-before-backward"
-    severity = "error"
-    reason = (
-        "Between `zero_grad()` and `backward()` there are no gradients: the clip finds None or zeros (or, in an accumulation window, "
-        "only those of earlier micro-batches) and the step uses gradients that are not limited. The setting is ignored without a message, and a spike that should have been clipped "
-        "changes the weights."
-    )
-    bad = (
-        _EARLY.format(early=_LIMIT, late=""),
-        _EARLY.format(early=_LIMIT, late="").replace("    optimizer.zero_grad()\n", "") + "    optimizer.zero_grad()\n",
-        _NESTED.format(early=_LIMIT, late=""),
-        _OWNED.format(early=_OWNED_LIMIT, late=""),
-        _EARLY.format(early=_LIMIT, late="") + "    scaler.step(second)\n    second.zero_grad()\n",
-    )
-    good = (
-        _EARLY.format(early="", late="    scaler.unscale_(optimizer)\n" + _LIMIT),
-        _EARLY.format(early="", late="    scaler.unscale_(optimizer)\n" + _LIMIT).replace(
-            "    optimizer.zero_grad()\n", ""
-        )
-        + "    optimizer.zero_grad()\n",
-        _NESTED.format(early="", late=_LIMIT),
-        _OWNED.format(early="", late=_OWNED_LIMIT),
-    )
-    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
-    kinds = ("clip", "owned_clip")
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A clip between the clearing of all gradients and the backward of the same iteration."""
-        clip = trace[index]
-        around = [e for e in trace if e.loops[: len(clip.loops)] == clip.loops and compatible(e, clip)]
-        # A clip whose conditions exclude each other never runs.
-        if clip not in around or not repeats(clip) or measures_only(clip.node) or not _steps_together(around):
-            return None
-        if any(e.kind in {"owned_step", "handed", "autograd_grad"} or _is_unknown(script, e) for e in around):
-            return None
-        owned = clip.kind == "owned_clip"
-        if owned and not any(e.kind == "owned_backward" for e in around):
-            return None
-        # The backward may be in a loop over the micro-batches of one step.
-        backs = ("backward", "owned_backward")
-        back = next((i for i in later(trace, index, *backs) if trace[i].loops[: len(clip.loops)] == clip.loops), None)
-        if back is None or not any(trace[i].kind in STEPS for i in later(trace, back, *STEPS)):
-            return None
-        # Before the clip, in this iteration or at the end of the last one.
-        kinds = {*backs, "zero_grad", *STEPS}
-        place = around.index(clip)
-        before = [e for e in (*around[place:], *around[:place]) if e.kind in kinds]
-        cleared = before[-1] if before else clip
-        if cleared.kind != "zero_grad" or cleared.loops != clip.loops or cleared.accumulating:
-            return None
-        if not set(cleared.guards) <= set(clip.guards):
-            return None
-        line = script.where(trace[back].node).line
-        return self.finding(
-            script.where(clip.node),
-            f"`{clip.subject}` runs after zero_grad() (line {script.where(cleared.node).line}) and before backward (line {line}): "
-            + ("the gradients of that backward are not clipped" if owned else "there are no gradients to clip"),
-            instead="clip after backward (and unscale_), before the step",
-        )
-
-
-def _steps_together(around: list[Event]) -> bool:
-    """Whether an iteration steps one optimizer, or several without a backward between them."""
-    order = [e for e in around if e.kind in {"backward", "owned_backward", *STEPS}]
-    places = [i for i, e in enumerate(order) if e.kind in STEPS]
-    one = len({e.optimizer for e in order if e.kind in STEPS}) == 1
-    return bool(places) and (one or len(places) == places[-1] - places[0] + 1)
-
-
-def _is_unknown(script: Script, event: Event) -> bool:
-    """Whether a backward is that of an object which may also clip or step: not of an Accelerator or a Fabric."""
-    return event.kind == "owned_backward" and engine_at(script, event.subject, event.function) is None
 
 
 _ACCUMULATE = """\
@@ -390,4 +275,4 @@ class ClipEveryMicroBatch(TraceRule):
         )
 
 
-RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipBeforeBackward, ClipEveryMicroBatch)
+RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipEveryMicroBatch)

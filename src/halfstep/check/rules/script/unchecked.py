@@ -334,12 +334,18 @@ def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None
 def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
     """Whether a condition of a step tests what is assigned next to the backward: `count += 1`, then `if count == 0: continue`."""
     tested = {word for guard in event.guards for word in _WORD.findall(guard.text)}
-    for statement in filter(None, (script.statement(back.node) for back in backs)):
-        block = getattr(script.outline.parents.get(statement), "body", ())
-        targets: list[ast.expr] = [n.target for n in block if isinstance(n, ast.AugAssign)]
-        targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
-        if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:
-            return True
+    for back in backs:
+        statement = script.statement(back.node)
+        for outer in script.above(statement) if statement is not None else ():
+            body = getattr(outer, "body", ())
+            block = body if isinstance(body, list) else []
+            targets: list[ast.expr] = [n.target for n in block if isinstance(n, ast.AugAssign)]
+            if statement in block:  # further out only counters: `loss = ...` is tested for other reasons
+                targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
+            if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:
+                return True
+            if isinstance(outer, (ast.For, ast.AsyncFor, ast.While)):
+                break
     return False
 
 

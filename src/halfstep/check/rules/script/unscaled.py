@@ -15,6 +15,7 @@ from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import (
     TraceRule,
     allows_float16,
+    between,
     earlier,
     is_amp,
     later,
@@ -152,6 +153,8 @@ class Fp16WithoutScaler(TraceRule):
         opened = region_of_loss(script, trace, index)
         if without_amp(event) or opened is None or not _may_be_float16(script, opened):
             return None
+        if between(trace, trace.index(opened), index, "scale"):
+            return None  # `accelerator.backward(scaler.scale(loss))`
         region = opened.regions[-1].autocasts[0]
         is_certain = all(a.dtype == "float16" for a in opened.regions[-1].autocasts)
         if not is_certain and _tests_format(region, opened, event):

@@ -66,7 +66,7 @@ _LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
 _DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
-_ASIDE = regex(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
+_ASIDE = regex(r"visuali|plot|debug|demo|export|onnx|profil|^_*(save|dump)_", re.IGNORECASE)
 
 
 class ScalerInValidation(TraceRule):
@@ -143,12 +143,16 @@ class EvaluationWithoutAutocast(ScriptRule):
                 continue  # a part of a model that needs float32
             if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
-            node, function, name = _site(script, event, nodes)
+            node, function, name = _site(script, event, nodes | {e.node for e in validated})
             off = event.inside("autocast")
             node = off.node if off is not None else node
             if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
                 continue
-            if _opens_region(script, event) or _is_probe(script, event):
+            if (
+                _opens_region(script, event)
+                or _is_probe(script, event)
+                or _is_called_from_outside(script, event, trained)
+            ):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             owners = [_function_of(script, root) for root in event.roots if event.node is node]
@@ -244,7 +248,7 @@ def _names(script: Script, event: Event) -> frozenset[str]:
 
 def _unknown_regions(event: Event, trained: Event) -> bool:
     """Whether a context around the validation, but not around the training, may be a region of another file."""
-    shared = {text_of(r.node) for r in trained.regions}
+    shared = {text_of(r.node) for r in trained.regions if r.kind == "other"}
     contexts = (text_of(r.node) for r in event.regions if r.kind == "other")
     return any(not _HARMLESS.search(text) for text in contexts if text not in shared)
 
@@ -352,6 +356,14 @@ def _moved(value: ast.expr) -> ast.expr:
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
         value = value.func.value
     return value
+
+
+def _is_called_from_outside(script: Script, event: Event, trained: list[Event]) -> bool:
+    """Whether the region is that of an unknown caller: of a module that does not train itself, or of a method for one input."""
+    first, *others = (_function_of(script, e.roots[0]) if e.roots else e.function for e in (event, *trained))
+    bases = [key_of(base).rsplit(".", 1)[-1] for base in script.outline.bases.get(first.cls, ())]
+    is_part = "Module" in bases and all(f.cls != first.cls for f in others)
+    return is_part or (bool(first.cls) and not event.loops and bool(_METHODS.search(first.name)))
 
 
 def _generates(event: Event) -> bool:

@@ -157,11 +157,17 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
 def _updates(script: Script) -> Iterator[Average]:
     """In-place updates of a moving average: the call, the averaged model and its function."""
     outline = script.outline
+    # The averages in a method of an optimizer are those of gradients.
+    optimizers = {c for c, bases in outline.bases.items() if any(text_of(b).endswith("Optimizer") for b in bases)}
     for name in ("lerp_", "add_"):
         for call, function in outline.calls.get(name, ()):
             receiver = _receiver(call)
             share = constant(argument(call, 1, "weight") if name == "lerp_" else argument(call, None, "alpha"))
-            if receiver is None or (isinstance(share, (int, float)) and not 0 < abs(share) < 0.1):
+            if (
+                receiver is None
+                or function.cls in optimizers
+                or (isinstance(share, (int, float)) and not 0 < abs(share) < 0.1)
+            ):
                 continue
             if name == "add_" and not _scales_itself(script, call, receiver):
                 continue
@@ -170,7 +176,8 @@ def _updates(script: Script) -> Iterator[Average]:
     for name in ("_foreach_lerp_", "_foreach_mul_"):
         for call, function in outline.calls.get(name, ()):
             share = constant(argument(call, 2 if name == "_foreach_lerp_" else 1, "weight"))
-            if name == "_foreach_mul_" and not (isinstance(share, float) and 0.9 < share < 1):
+            is_decay = name == "_foreach_lerp_" or (isinstance(share, float) and 0.9 < share < 1)
+            if not is_decay or function.cls in optimizers:
                 continue
             for owner, scope in _owners(script, argument(call, 0, "self"), function):
                 yield Average(call, owner, scope, f"`{text_of(owner)}`")

@@ -165,7 +165,12 @@ class Conditions:
 
 
 def holds_without(outline: Outline, function: Function, guard: Guard, flag: Guard) -> bool:
-    """Whether a condition tests the same variable as a flag and also holds without it: `precision in ("fp16", "bf16")`."""
+    """Whether a condition also holds without a flag: it tests the same variable, or only one part of what the flag is.
+
+    `precision in ("fp16", "bf16")` for `precision == "fp16"`, and `args.amp` for `use_amp = args.amp and torch.cuda.is_available()`.
+    """
+    if _is_part(outline, function, guard, flag):
+        return True
     bindings = outline.lookup(guard.text, function)
     value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
     tests = Conditions(outline, function).guards(value, is_true=guard.is_true) if value is not None else ()
@@ -176,6 +181,18 @@ def holds_without(outline: Outline, function: Function, guard: Guard, flag: Guar
     # `x != "fp32"` holds for another value than that of the flag only if the file names one.
     values = [Guard(f"{subject} == {value!r}", is_true=True) for value in _compared(outline, subject)]
     return any(possible((v,), parts) and possible((v,), (flag.opposite,)) for v in values)
+
+
+def _is_part(outline: Outline, function: Function, guard: Guard, flag: Guard) -> bool:
+    """Whether a flag is computed as `a and b`, and a condition is `a` alone."""
+    values = outline.values(flag.text, function) if flag.is_true else []
+    value = values[0] if len(values) == 1 else None
+    while isinstance(value, ast.Call) and key_of(value.func) == "bool" and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, ast.BoolOp) or not isinstance(value.op, ast.And):
+        return False
+    parts = Conditions(outline, function).guards(value, is_true=True)
+    return guard in parts and len(set(parts)) > 1
 
 
 def is_about(guard: Guard, flag: Guard) -> bool:

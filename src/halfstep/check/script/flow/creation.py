@@ -14,6 +14,7 @@ from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.unbound import own_lineage
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -22,7 +23,6 @@ from halfstep.check.script.syntax.outline import Binding, Function
 
 __all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early", "passed_at"]
 
-_PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
 _DEVICE = regex(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
 _FLAG = regex(r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$")
 _DYNAMIC = regex(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
@@ -62,15 +62,15 @@ def flags_read_early(script: Script) -> Iterator[EarlyRead]:
 
 
 def _is_complete(script: Script, key: str, scope: Function) -> bool:
-    """Whether a class has no other base and no other definition of an attribute: in its body, or as a property."""
-    bases = {text_of(base).rsplit(".", 1)[-1] for base in script.outline.bases.get(scope.cls, ())}
-    around = script.outline.parents.get(scope.node)
-    body = around.body if isinstance(around, ast.ClassDef) else []
-    names = {
-        n.id for s in body if isinstance(s, (ast.Assign, ast.AnnAssign)) for n in ast.walk(s) if isinstance(n, ast.Name)
-    }
-    name = key.removeprefix("self.")
-    return bases <= _PLAIN_BASES and name not in names and name not in script.outline.classes.get(scope.cls, {})
+    """Whether a class and its bases have no other definition of an attribute: in a body, as a property, or in a library."""
+    outline, name = script.outline, key.removeprefix("self.")
+    lineage = own_lineage(script, scope.cls)
+    bases = {text_of(base) for member in lineage for base in outline.bases.get(member, ())}
+    if name == "dtype" and any(base.endswith("LightningModule") for base in bases):
+        return False  # a property of Lightning's modules
+    bindings = outline.bindings.get(name, ())  # a local variable of the same name is no attribute
+    in_body = any(isinstance(outline.parents.get(b.node), ast.ClassDef) for b in bindings)
+    return bool(lineage) and not in_body and not any(name in outline.classes.get(member, {}) for member in lineage)
 
 
 def _is_direct(script: Script, call: ast.Call) -> bool:
@@ -220,9 +220,7 @@ def _is_own(script: Script, event: Event, scope: Function) -> bool:
     if not any(s.key == key for s in script.scalers):
         return False
     if key.startswith("self."):
-        # Nothing else, such as a base class, assigns the attribute.
-        bases = {text_of(base).rsplit(".", 1)[-1] for base in outline.bases.get(scope.cls, ())}
-        return not bases - _PLAIN_BASES and key.removeprefix("self.") not in outline.bindings
+        return _is_complete(script, key, scope)
     return "." not in key and "[" not in key and key not in scope.params and key not in outline.names.table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from functools import lru_cache
 
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier
@@ -17,33 +18,39 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = ["comes_from", "comes_from_call", "region_of_loss", "regions_in_model"]
 
 MAX_REGIONS = 8  # before one backward that its loss is traced to
-MAX_DEPTH = 3  # assignments between a value and the loss
+MAX_DEPTH = 12  # assignments between a value and the loss
+_COLLECTS = {"append", "extend", "insert", "add", "update"}  # `losses.append(loss)`
+_ENDS = {"detach", "item", "tolist", "numpy"}  # no gradient passes these calls
 
 
 def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
     """The autocast region that the loss of a backward is computed in; around or before a disabled one, what this one reads."""
     event = trace[index]
     disabled: Event | None = None
+    called: Event | None = None  # in a function that computes the loss, or a part of it
     for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
         opened = trace[i]
         if opened.inside("no_grad"):
             continue  # of a reference or teacher
         around = any(region.node is opened.regions[-1].node for region in event.regions)
         if not around and opened.function is event.function and opened.loops[: len(event.loops)] != event.loops:
-            return None
+            return called
         if disabled is not None:
             # `with autocast(enabled=False): loss = criterion(outputs)`: the gradients go on through the model.
             if opened.function is disabled.function and _assigned(opened.node) & _read_in(disabled.node):
                 return opened
             continue
         if around or comes_from(opened, event, script.outline):
-            if around or not all(a.enabled == "no" for a in opened.regions[-1].autocasts):
+            if not around and all(a.enabled == "no" for a in opened.regions[-1].autocasts):
+                disabled = opened if called is None else None
+                continue
+            if around or opened.function is event.function:
                 return opened
-            disabled = opened
+            called = called or opened
             continue
         if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
-            return None
-    return disabled
+            return called
+    return called or disabled
 
 
 def regions_in_model(script: Script, trace: Trace, index: int) -> tuple[Event, list[Autocast]] | None:
@@ -73,7 +80,7 @@ def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
         # Any part of `losses["total"]`, `out.loss` or `sum(losses.values())` that the block assigns.
         if inside & {key_of(part) for part in loss}:
             return True
-        return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline, 1))
+        return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
     if _assigned_to_self(block) & {key_of(part) for part in loss} and opened.function.cls == event.function.cls:
         return True  # `self.loss`, which one method computes and another one uses
     if _passes_on(opened, event, loss):
@@ -101,7 +108,8 @@ def _is_result(opened: Event, event: Event, loss: list[ast.AST], outline: Outlin
     while statement is not None and not isinstance(statement, ast.stmt):
         statement = outline.parents.get(statement)
     inside = _assigned(statement) if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else set()
-    return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline, MAX_DEPTH))
+    inside |= {_collection(statement.value)} - {""} if isinstance(statement, ast.Expr) else set()
+    return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
 
 
 def _passes_on(opened: Event, event: Event, loss: list[ast.AST]) -> bool:
@@ -125,20 +133,58 @@ def _returns(opened: Event, outline: Outline) -> bool:
     for node in ast.walk(opened.function.node):
         if isinstance(node, ast.Return) and node.value is not None:
             names = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
-            if node in block or inside & _behind(names, opened.function, outline, MAX_DEPTH):
+            if node in block or inside & _behind(names, opened.function, outline):
                 return True
     return False
 
 
-def _behind(names: set[str], function: Function, outline: Outline, depth: int) -> set[str]:
-    """Variables, and those they are computed from in a function."""
+def _behind(names: set[str], function: Function, outline: Outline) -> set[str]:
+    """Variables, and those that they are computed from in a function with gradients: assigned, or collected in a list."""
     every = set(names)
-    for _ in range(depth):
+    collected = _collected(function)
+    for _ in range(MAX_DEPTH):
         bound = [b for name in names for b in outline.lookup(name, function) if b.function is function]
-        names = {n.id for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Name)}
-        names -= every
+        values = [b.value for b in bound if b.value is not None]
+        values += [value for name in names for value in collected.get(name, ())]
+        names = {name for value in values for name in _attached(value)} - every
+        if not names:
+            break
         every |= names
     return every
+
+
+def _attached(value: ast.expr) -> set[str]:
+    """The variables of an expression that its gradients reach."""
+    names: set[str] = set()
+    todo: list[ast.AST] = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        func = node.func if isinstance(node, ast.Call) else None
+        if not (isinstance(func, ast.Attribute) and func.attr in _ENDS):
+            todo += ast.iter_child_nodes(node)
+    return names
+
+
+def _collection(node: ast.expr) -> str:
+    """The list or dictionary to which a call adds its arguments."""
+    func = node.func if isinstance(node, ast.Call) else None
+    return key_of(func.value) if isinstance(func, ast.Attribute) and func.attr in _COLLECTS else ""
+
+
+@lru_cache(maxsize=64)
+def _collected(function: Function) -> dict[str, list[ast.expr]]:
+    """What a function adds to each of its lists and dictionaries."""
+    collected: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and (name := _collection(node.value)):
+            collected.setdefault(name, []).extend([*node.value.args, *(k.value for k in node.value.keywords)])
+        elif isinstance(node, ast.Assign):
+            stored = [key_of(t.value) for t in node.targets if isinstance(t, ast.Subscript)]
+            for name in stored:
+                collected.setdefault(name, []).append(node.value)
+    return collected
 
 
 def _assigned(block: ast.AST) -> set[str]:

@@ -44,8 +44,8 @@ _FORWARD = regex(
 _LOSS = regex(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = regex(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = regex(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
-_OPTIM_CLASS = regex(
-    r"(Adam|SGD|Lion|Adafactor|Adagrad|RMSprop|LAMB|Lamb|RAdam|AdaBelief|Ranger|Muon|Shampoo|Optimizer|Adadelta|NAdam)"
+_OPTIM_CLASS = regex(  # not the averaged model of torch.optim.swa_utils
+    r"^torch\.optim(?!\.swa_utils)|(Ada[mfgd]|AdaBelief|SGD|Lion|RMSprop|LAMB|Lamb|Ranger|Muon|Shampoo|(?i:optim))[^.]*$"
 )
 
 
@@ -163,7 +163,7 @@ class Recogniser:
             return ""  # `optimizer = schedule.step(i, optimizer)`
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "other" if schedules_value(value, name) else "scheduler"
-        if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
+        if _OPTIM_CLASS.search(f"{name}.{last}"):
             return "optimizer"
         if "scaler" in last.lower():
             if "standard" in last.lower() or "minmax" in last.lower():
@@ -213,7 +213,7 @@ class Recogniser:
             return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
-        if name.startswith("torch.optim.") and "lr_scheduler" not in name:
+        if name.startswith("torch.optim.") and "lr_scheduler" not in name and "swa_utils" not in name:
             return Action("make_optimizer", subject=models_in(self.outline, argument(call, 0, "params"), function))
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["is_bound", "unbound_scalers"]
+__all__ = ["is_bound", "own_lineage", "unbound_scalers"]
 
-_PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
-_DYNAMIC = regex(r"\bsetattr\(|__getattr(ibute)?__|__dict__|\bvars\(|__slots__|namedtuple|@\w*\.?dataclass")
-_USES = ("scale", "unscale", "scaler_step")
+_PLAIN_BASES = {"object", "Module", "ABC", "Generic", "Protocol", "LightningModule"}  # classes that assign no scaler
+# What may add any attribute to an object of the class. A dataclass elsewhere in the file, or `setattr(args, ...)`, does not.
+_DYNAMIC = regex(
+    r"\bsetattr\(\s*(self|\w*(trainer|engine|runner|agent|obj)\w*)\b|\bself\.__dict__|\bvars\(self\)|__getattr(ibute)?__"
+)
+_OPEN = regex(r"mixin|base|abstract", re.IGNORECASE)  # classes for which others assign what they use
+_USES = ("scale", "unscale", "scaler_step", "update", "save_scaler", "load_scaler", "get_scale")
 
 
 def unbound_scalers(script: Script) -> Iterator[Event]:
@@ -25,23 +31,57 @@ def unbound_scalers(script: Script) -> Iterator[Event]:
         return  # a cell may run another notebook, and a fragment shows no imports
     first: dict[tuple[str, str], Event] = {}  # by variable and class
     for event in sorted(script.events(*_USES), key=lambda e: getattr(e.node, "lineno", 0)):
-        first.setdefault((event.local.scaler, event.function.cls), event)
+        if _calls_method(event) and not _is_tested(script, event):
+            first.setdefault((event.local.scaler, event.function.cls), event)
     for (key, _), event in list(first.items())[:MAX_BINDINGS]:
         is_plain = key.isidentifier() and not is_bound(script, key, event.function)
         if is_plain or (key.startswith("self.") and _lacks(script, key.removeprefix("self."), event.function)):
             yield event
 
 
+def _calls_method(event: Event) -> bool:
+    """Whether an event reads the scaler to call a method of it, rather than passing it on."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return isinstance(func, ast.Attribute) and key_of(func.value) == event.local.scaler
+
+
+def _is_tested(script: Script, event: Event) -> bool:
+    """Whether a test asks first if there is such a name, or a handler catches that there is none."""
+    last = event.local.scaler.rsplit(".", 1)[-1]
+    asked = [g.text for g in (*event.guards, *event.local.guards)]
+    asked += [ast.unparse(n.test) for n in script.above(event.node) if isinstance(n, ast.If | ast.IfExp)]
+    is_asked = any(last in text and ("attr(" in text or " in " in text) for text in asked)
+    return is_asked or any(isinstance(node, ast.Try) and node.handlers for node in script.above(event.node))
+
+
 def _lacks(script: Script, name: str, function: Function) -> bool:
     """Whether a class has no attribute of a name, as far as its file shows: it assigns none and inherits none."""
     outline, cls = script.outline, function.cls
-    bases = {ast.unparse(base).rsplit(".", 1)[-1] for base in outline.bases.get(cls, ())}
-    if not name.isidentifier() or not cls or bases - _PLAIN_BASES or "mixin" in cls.lower():
+    lineage = own_lineage(script, cls)
+    if not name.isidentifier() or not lineage or _OPEN.search(cls):
         return False
-    if "__init__" not in outline.classes.get(cls, {}) or _DYNAMIC.search(script.source.text):
+    if not any("__init__" in outline.classes.get(member, {}) for member in lineage):
+        return False
+    if _DYNAMIC.search(script.source.text):
         return False
     stored = (n for n in ast.walk(script.tree) if isinstance(n, (ast.Name, ast.Attribute, ast.FunctionDef)))
     return not any(_stores(node, name) for node in stored)
+
+
+def own_lineage(script: Script, cls: str) -> set[str]:
+    """A class of the file and its base classes, if all of them are in the file or assign no scaler; else none."""
+    lineage: set[str] = set()
+    todo = [cls] if cls else []
+    while todo:
+        name = todo.pop()
+        lineage.add(name)
+        for base in script.outline.bases.get(name, ()):
+            last = ast.unparse(base).partition("[")[0].rsplit(".", 1)[-1]
+            if isinstance(base, ast.Name) and last in script.outline.classes:
+                todo += [last] if last not in lineage else []
+            elif last not in _PLAIN_BASES:
+                return set()
+    return lineage
 
 
 def _stores(node: ast.Name | ast.Attribute | ast.FunctionDef, name: str) -> bool:

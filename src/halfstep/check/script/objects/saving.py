@@ -108,7 +108,9 @@ def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
         isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
     ):
         node, parent = parent, outline.parents.get(parent)
-    if isinstance(parent, ast.Dict) or (isinstance(parent, ast.Return) and isinstance(node, _COMPREHENSIONS)):
+    if isinstance(parent, ast.Dict):
+        return None if _stays(outline, parent) else parent
+    if isinstance(parent, ast.Return) and isinstance(node, _COMPREHENSIONS):
         return parent
     if isinstance(parent, ast.keyword):
         call = outline.parents.get(parent)
@@ -119,6 +121,22 @@ def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
         return parent
     return _stored(outline, parent) if isinstance(parent, ast.Assign) else None
+
+
+def _stays(outline: Outline, states: ast.Dict) -> bool:
+    """Whether a dictionary stays in memory: a variable of a function of which only entries are read, for the end of the run."""
+    assign = outline.parents.get(states)
+    name = assign.targets[0] if isinstance(assign, ast.Assign) else None
+    scope: ast.AST | None = assign
+    while scope is not None and not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        scope = outline.parents.get(scope)
+    if not isinstance(name, ast.Name) or scope is None:
+        return False
+    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name.id and isinstance(n.ctx, ast.Load)]
+    entries = [n for n in uses if isinstance(outline.parents.get(n), ast.Subscript)]
+    return bool(entries) and all(
+        n in entries or isinstance(outline.parents.get(n), (ast.Compare, ast.If)) for n in uses
+    )
 
 
 def _stored(outline: Outline, assign: ast.Assign) -> ast.AST | None:

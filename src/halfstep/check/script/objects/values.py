@@ -28,6 +28,7 @@ from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
+from halfstep.check.script.syntax.scaler_class import scaler_class
 
 __all__ = [
     "DTYPES",
@@ -53,17 +54,6 @@ _DEFAULTS = {
     "mps": frozenset({"float16"}),
     "cpu": frozenset({"bfloat16"}),
 }
-SCALERS = {
-    "torch.amp.GradScaler",
-    "torch.cuda.amp.GradScaler",
-    "torch.cpu.amp.GradScaler",
-    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
-    "fairscale.optim.grad_scaler.ShardedGradScaler",
-    "torch_xla.amp.GradScaler",
-    "halfstep.GradScaler",
-}
-
-
 # Arguments of a learning-rate schedule.
 _OF_OPTIMIZER = regex(r"opt|(^|[_.])lrs?($|_)|learning_?rate|group", re.IGNORECASE)
 
@@ -170,7 +160,7 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
         devices = frozenset({api.split(".")[1]})
         enabled_node, dtype_node = argument(written, 0, "enabled"), argument(written, 1, "dtype")
     if dtype_node is not None:
-        dtypes = dtypes_of(outline, dtype_node, function)
+        dtypes = _without_none(outline, dtype_node, function)
     else:
         # An unknown device may be CUDA, whose default is float16.
         defaults = frozenset().union(*(_DEFAULTS.get(d, {"float16", UNKNOWN}) for d in devices))
@@ -180,6 +170,18 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
         enabled = UNKNOWN
     where = Place("", call.lineno, call.col_offset + 1)
     return Autocast(call, where, api, devices, dtypes, enabled, dtype_node)
+
+
+def _without_none(outline: Outline, node: ast.expr, function: Function) -> frozenset[str]:
+    """The formats of a dtype; one that is float16 or None is float16, the default of CUDA, wherever the region is enabled."""
+    dtypes = dtypes_of(outline, node, function)
+    if dtypes != {"float16", UNKNOWN}:
+        return dtypes
+    values = outline.values(key_of(node), function) if key_of(node) else [node]
+    leaves = [leaf for v in values for leaf in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
+    known = [leaf for leaf in leaves if constant(leaf) is not None]
+    read = frozenset().union(*(dtypes_of(outline, leaf, function) for leaf in known)) if known else dtypes
+    return read if len(known) < len(leaves) and key_of(node) not in function.params else dtypes
 
 
 def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
@@ -344,11 +346,8 @@ def schedules_value(call: ast.Call, name: str) -> bool:
 
 def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:
     """The scaler that a call creates; None for any other call."""
-    api = outline.names.full(call.func)
-    if not api and isinstance(call.func, ast.Name) and call.func.id == "GradScaler":
-        # A fragment without its imports: the name is torch's unless the file defines it.
-        api = "" if "GradScaler" in outline.classes else "GradScaler"
-    if api not in SCALERS and api != "GradScaler":
+    api = scaler_class(outline, call.func, function)
+    if not api:
         return None
     position = 4 if api == "torch.cuda.amp.GradScaler" else 5
     enabled = enabled_of(outline, argument(call, position, "enabled"), function)

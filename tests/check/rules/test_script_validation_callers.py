@@ -1,0 +1,137 @@
+"""HS149: forwards whose region, or whose purpose, is that of a caller."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def reported(text):
+    """The lines at which HS149 is reported."""
+    return [f.line for f in findings(text, "HS149")]
+
+
+PART = """\
+import torch
+class Net({base}):
+    def forward(self, x):
+        return self.{inner}(x)
+    def run_frozen(self, x):
+        with torch.no_grad():
+            for view in x:
+                out = self.backbone_model(view)
+        return out
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("base", "expected"), [("torch.nn.Module", []), ("Evaluator", [8])])
+@pytest.mark.parametrize("inner", ["run_frozen", "head"])
+def test_a_module_runs_in_the_region_of_its_caller(base, inner, expected):
+    """A forward inside a module that does not train itself is in whatever region the module is called in."""
+    assert reported(PART.format(base=base, inner=inner)) == expected
+
+
+TRAINER = """\
+import torch
+class Trainer:
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = self.model(x)
+            loss.backward()
+            self.optimizer.step()
+    def {name}(self, x):
+        with torch.no_grad():
+            return self.model(x)
+"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("encode", []), ("predict", []), ("validation_step", [11])])
+def test_a_method_for_one_input_is_no_validation(name, expected):
+    """What a user of the trained model calls, with one input, evaluates nothing."""
+    assert reported(TRAINER.format(name=name)) == expected
+
+
+MONITOR = """\
+import torch
+@torch.no_grad()
+def {name}(model, loader):
+    model.eval()
+    for x in loader:
+        cv2.imwrite(path, model(x).cpu().numpy())
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+{name}(model, loader)
+"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("save_monitor", []), ("run_holdout", [6])])
+def test_a_function_that_saves_examples_is_no_validation(name, expected):
+    """Pictures for a look at the progress need no autocast."""
+    assert reported(MONITOR.format(name=name)) == expected
+
+
+PASSED = """\
+import torch
+from contextlib import nullcontext
+class Trainer:
+    def fit(self, loader):
+        context = nullcontext
+        if self.mixed:
+            def context():
+                return torch.autocast('cuda', dtype=torch.bfloat16)
+        for x in loader:
+            with context():
+                loss = self.model(x)
+            loss.backward()
+            self.optimizer.step()
+        self.validate(self.model, loader, context)
+    def validate(self, model, loader, context):
+        with torch.no_grad():
+            for x in loader:
+                {region}
+                    out = model(x)
+"""
+
+
+@pytest.mark.parametrize(("region", "expected"), [("with context():", []), ("if True:", [19])])
+def test_the_context_of_training_is_passed_to_validation(region, expected):
+    """A parameter with the name of training's region is that region."""
+    assert reported(PASSED.format(region=region)) == expected
+
+
+SHARED = """\
+import torch
+class Trainer:
+    def scores(self, x):
+        if x.dim() == 4:
+            with torch.no_grad():
+                return self.model(x)
+        return self.model(x)
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = self.scores(x)
+            loss.backward()
+            self.optimizer.step()
+    def evaluate(self, loader):
+        with torch.no_grad():
+            for x in loader:
+                {region}
+                    out = self.scores(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("region", "expected"), [("if True:", [18]), ("with torch.autocast('cuda', dtype=torch.bfloat16):", [])]
+)
+def test_a_method_of_both_phases_is_reported_where_validation_calls_it(region, expected):
+    """A branch without gradients, in a method that training calls too, needs no region of its own."""
+    assert reported(SHARED.format(region=region)) == expected
