@@ -21,14 +21,15 @@ def {name}(model, loader, args=None):
     [
         ("evaluate", "    if args.fp16_eval:\n        model.half()", 1),
         ("validate", "    model = model.to(torch.bfloat16)", 1),
-        ("evaluate", "    model = model.half()\n    run(model)\n    model.float()", 0),
+        ("evaluate", "    model = model.half()\n    run(model)\n    model.float()", 1),
+        ("log_validation", "    model.half()", 1),
         ("evaluate", "    model = copy.deepcopy(model)\n    model.half()", 0),
         ("evaluate", "    x = x.half()", 0),
         ("export", "    model.half()", 0),
     ],
 )
-def test_a_cast_of_the_callers_model_is_reported_unless_undone(name, body, count):
-    """The module itself changes, so the training that follows has 16-bit weights; copies and casts back are fine."""
+def test_a_cast_of_the_callers_model_is_reported(name, body, count):
+    """The module itself changes, so the training that follows has 16-bit weights, or rounded ones after a cast back; copies are fine."""
     assert len(findings(ENGINE.format(name=name, body=body), "HS137")) == count
 
 
@@ -36,3 +37,56 @@ def test_a_file_without_training_is_silent():
     """An evaluation script may keep its own model in 16 bits."""
     text = ENGINE.format(name="evaluate", body="    model.half()").replace("model(x).backward()", "model(x)")
     assert findings(text, "HS137") == []
+
+
+@pytest.mark.parametrize(("cast", "count"), [("self.net.half()", 1), ("self.ema.half()", 0), ("self.vae.half()", 0)])
+def test_the_trained_attribute_of_a_trainer_is_reported(cast, count):
+    """`validate` of the class that trains `self.net` changes that module; a copy and a frozen part may have 16 bits."""
+    text = f"""\
+import torch
+class Trainer:
+    def __init__(self, net, ema, vae):
+        self.net, self.ema, self.vae = net, ema, vae
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+    def fit(self, loader):
+        for x in loader:
+            self.net(x, self.vae).backward()
+            self.optimizer.step()
+        self.validate(loader)
+    def validate(self, loader):
+        {cast}
+"""
+    assert len(findings(text, "HS137")) == count
+
+
+@pytest.mark.parametrize(
+    ("caller", "count"),
+    [
+        ("evaluate(model, loader)", 1),
+        ("evaluate(ema.module, loader)", 0),
+        ("evaluate(copy.deepcopy(model), loader)", 0),
+    ],
+)
+def test_what_the_callers_pass_decides(caller, count):
+    """A copy that the loop passes may be halved."""
+    text = ENGINE.format(name="evaluate", body="    model.half()") + f"def main(model, ema, loader):\n    {caller}\n"
+    assert len(findings(text, "HS137")) == count
+
+
+def test_trained_parameters_that_are_upcast_after_a_pipeline_were_lowered():
+    """diffusers' cast_training_params at the end of a validation shows that a cast of the pipeline reached them."""
+    text = """\
+from diffusers.training_utils import cast_training_params
+class Trainer:
+    def fit(self, loader):
+        for x in loader:
+            self.accelerator.backward(self.net(x))
+            self.optimizer.step()
+    def validate(self):
+        pipe = self.build_pipeline()
+        pipe = pipe.to(dtype=self.state.weight_dtype)
+        pipe()
+        cast_training_params([self.net], dtype=torch.float32)
+"""
+    assert [f.line for f in findings(text, "HS137")] == [9]
+    assert findings(text.replace("float32", "bfloat16"), "HS137") == []

@@ -21,6 +21,7 @@ from halfstep.check.script.objects.engines import (
     last_name,
     loop_class,
     prepared_for,
+    scaling_accelerator,
 )
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import may_be_none
@@ -148,8 +149,10 @@ class OptimizerNotPrepared(TraceRule):
             return self._report(
                 script, event, engine, f"`prepare` leaves the list `{collection}` as it is", f"pass `*{collection}`"
             )
-        # A file that prepares nothing may leave that to another one, which the fp16 of this file does not excuse.
-        decided = prepared.is_complete and (prepared.names or engine.precision == "fp16")
+        # A file that prepares nothing may leave that to another one; neither fp16 here nor a local optimizer excuses it.
+        decided = prepared.is_complete and (
+            prepared.names or engine.precision == "fp16" or _is_local(script, event, engine)
+        )
         if not decided or last_name(event.optimizer) in prepared.names:
             return None
         values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
@@ -188,6 +191,15 @@ class OptimizerNotPrepared(TraceRule):
             instead="step what `self.optimizers()` returns",
             severity="error" if precision == "fp16" else None,
         )
+
+
+def _is_local(script: Script, event: Event, engine: Engine) -> bool:
+    """Whether one function creates the engine, with an option for fp16, and the optimizer: nothing else can replace either."""
+    if scaling_accelerator(script) is None:
+        return False
+    bound = script.outline.lookup(event.optimizer, event.function) if event.optimizer.isidentifier() else []
+    is_here = bool(bound) and all(b.function is event.function for b in bound)
+    return is_here and engine.function is event.function and not {"prepare", "setup"} & script.outline.calls.keys()
 
 
 def _unprepared_list(script: Script, event: Event) -> str:

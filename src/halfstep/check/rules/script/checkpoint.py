@@ -17,6 +17,7 @@ from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
+    continues,
     entry_of,
     is_setting,
     looks_up,
@@ -336,11 +337,13 @@ class ScalerNotRestored(ScriptRule):
             passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
             saved = passed if event.kind in {"handed", "stored"} else f"the state of `{event.scaler}` is saved"
             is_entry = event.kind in {"handed", "stored"} or entry_of(script.outline, event.node) is not None
-            if is_entry and is_used and script.has("load_optimizer"):
+            restored = "the optimizer state" if script.has("load_optimizer") else ""
+            restored = restored or ("the weights and the epoch" if continues(script.outline) else "")
+            if is_entry and is_used and restored:
                 yield self.finding(
                     script.where(event.node),
-                    f"{saved}, but only the optimizer state is restored: a resumed run restarts at the initial scale",
-                    instead=f"call {event.scaler}.load_state_dict(...) where the optimizer is restored",
+                    f"{saved}, but only {restored} {'is' if 'state' in restored else 'are'} restored: a resumed run restarts at the initial scale",
+                    instead=f"call {event.scaler}.load_state_dict(...) where {restored} {'is' if 'state' in restored else 'are'} restored",
                 )
 
 

@@ -21,7 +21,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over
+from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over, contexts_before
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -209,6 +209,7 @@ class ClipEveryMicroBatch(TraceRule):
         # torch's own function is wrong there too: the Accelerator is then the one of the context.
         regions = [r.node.func for r in event.regions if isinstance(r.node, ast.Call)]
         contexts = [f.value for f in regions if isinstance(f, ast.Attribute) and f.attr == "accumulate"]
+        contexts += contexts_before(script, trace, index)
         owners = [func.value] if isinstance(func, ast.Attribute) and event.kind == "owned_clip" else contexts
         engine = engine_at(script, key_of(owners[0]), event.function) if owners else None
         if engine is None or engine.library != ACCELERATE:
@@ -217,7 +218,7 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         if event.accumulating or any("sync" in text for text, _ in event.guards):
             return None
-        if any(".accumulate(" in text_of(region.node) for region in event.regions):
+        if contexts:
             steps = constant(engine.steps) if engine.steps is not None else None
             if engine.is_created and steps in {None, 1}:
                 return None  # without accumulation every micro-batch is the last one

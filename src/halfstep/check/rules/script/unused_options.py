@@ -111,6 +111,7 @@ class UnusedPrecisionOption(ScriptRule):
         yield from self._stored(script)
         yield from self._choices(script)
         yield from self._overwritten(script)
+        yield from self._unread(script)
         yield from self._still_scaled(script)
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
@@ -207,6 +208,25 @@ class UnusedPrecisionOption(ScriptRule):
                 f"`{key}` is assigned and never read: the format that it chooses is not the one of the run",
                 instead=f"use `{key}` for autocast or the model, or remove it",
             )
+
+    def _unread(self, script: Script) -> Iterator[Finding]:
+        """Precision flags that a training function reads from its settings into a variable, and uses nowhere."""
+        outline = script.outline
+        if "backward" not in outline.calls or {"locals", "globals", "exec"} & outline.calls.keys():
+            return
+        read = {n.id for n in all_nodes(script.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        for name in (key for key in outline.bindings if _FLAG.fullmatch(key) and key not in read):
+            for binding in outline.bindings[name]:
+                value = binding.value
+                is_setting = isinstance(value, ast.Attribute) or (
+                    isinstance(value, ast.Call) and _last(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
+                )
+                if is_setting and not isinstance(binding.function.node, ast.Module) and binding.index is None:
+                    yield self.finding(
+                        script.where(binding.node),
+                        f"`{name}` is read from the settings and used nowhere in `{binding.function.name}`: the run is the same with and without it",
+                        instead=f"use {name} for autocast and the scaler, or remove it",
+                    )
 
     def _overwritten(self, script: Script) -> Iterator[Finding]:
         """Precision parameters that the first statement with their name overwrites."""

@@ -1,4 +1,4 @@
-"""HS137: an evaluation that leaves the model it was passed in 16 bits."""
+"""HS137: an evaluation that casts the model in training to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
-from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.weights import VariableCast, casts_in
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "is_copied"]
 
-_EVALUATES = regex(r"^_*(run_|do_)?(eval|valid|test|infer)", re.IGNORECASE)
+_EVALUATES = regex(r"^_*(run_|do_|log_)?(eval|valid|test|infer|sampl|generat)", re.IGNORECASE)
+_COPY = regex(r"copy|(^|[._])ema", re.IGNORECASE)
+_PIPELINE = regex(r"pipe|model|unet|transformer", re.IGNORECASE)
 _ENGINE = """\
 import torch
 def train_one_epoch(model, loader, optimizer):
@@ -37,7 +41,7 @@ def evaluate(model, loader):
 
 
 class EvaluationHalvesModel(ScriptRule):
-    """An evaluation casts the model to 16 bits in place and does not cast it back."""
+    """An evaluation casts the model in training to 16 bits in place."""
 
     code = "HS137"
     name = "evaluation-halves-model"
@@ -45,38 +49,87 @@ class EvaluationHalvesModel(ScriptRule):
     reason = (
         "`model.half()` changes the module itself, not a copy. After an evaluation during training the next epoch trains float16 weights: a "
         "GradScaler raises ValueError: Attempting to unscale FP16 gradients, and a plain optimizer loses small updates. Casting back with "
-        "`float()` does not restore the bits that were rounded away."
+        "`float()` does not restore the bits that were rounded away: each evaluation then rounds the weights of the run to 16 bits."
     )
-    bad = (_ENGINE.format(half="model.half()", restore=""),)
+    bad = (
+        _ENGINE.format(half="model.half()", restore=""),
+        _ENGINE.format(half="model.half()", restore="    model.float()\n"),
+    )
     good = (
         _ENGINE.format(half="model = copy.deepcopy(model).half()", restore=""),
-        _ENGINE.format(half="model.half()", restore="    model.float()\n"),
+        _ENGINE.format(half="state = model.state_dict()", restore=""),
     )
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.half",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """In-place casts of a parameter `model` of an evaluation, in files that train a `model`."""
-        if is_exercise(script) or not script.has("backward", "owned_backward"):
+        """In-place casts, in an evaluation, of the model that the file trains."""
+        trains = {e.function for e in script.events("backward", "owned_backward")}
+        if is_exercise(script) or not trains:
             return
-        trains = {f for e in script.events("backward", "owned_backward") for f in (e.function,)}
-        casts = [
-            c for c in casts_in(script.outline) if _EVALUATES.search(c.function.name) and c.key in c.function.params
-        ]
+        casts = [c for c in casts_in(script.outline) if _is_evaluation(c.function) and c.function not in trains]
         for cast in casts:
-            if not cast.formats & SIXTEEN_BIT or cast.function in trains or _is_restored(cast, casts):
-                continue
-            if any(cast.key in f.params for f in trains) and not is_copied(cast.function, cast.key):
-                yield self.finding(
-                    script.where(cast.call),
-                    f"this casts the caller's `{cast.key}` to {' or '.join(sorted(cast.formats & SIXTEEN_BIT))} in place, and "
-                    f"`{cast.function.name}` does not cast it back: if it is the model in training, its next epoch has 16-bit weights",
-                    instead=f"evaluate a copy, copy.deepcopy({cast.key}).half(), or use autocast",
-                )
+            low = cast.formats & SIXTEEN_BIT
+            if low and _is_trained(script, cast, trains):
+                yield self._report(script, cast, " or ".join(sorted(low)), _cast_back(cast, casts))
+        for cast, back in _lowered_for_pipeline(script):
+            if not cast.formats & SIXTEEN_BIT or not _is_trained(script, cast, trains):
+                yield self._report(script, cast, "another dtype", back)
+
+    def _report(self, script: Script, cast: VariableCast, low: str, back: ast.Call | None) -> Finding:
+        after = (
+            f"`{cast.function.name}` does not cast it back: if it is the model in training, its next epoch has 16-bit weights"
+            if back is None
+            else f"the cast back to float32 ({script.at(back)}) does not restore the bits: each evaluation rounds the weights in training"
+        )
+        return self.finding(
+            script.where(cast.call),
+            f"this casts `{cast.key}` to {low} in place, and {after}",
+            instead="evaluate a copy, copy.deepcopy(model).half(), or use autocast",
+        )
 
 
-def _is_restored(cast: VariableCast, casts: list[VariableCast]) -> bool:
-    """Whether the same function casts the model back to float32."""
-    return any(c.function is cast.function and c.key == cast.key and "float32" in c.formats for c in casts)
+def _is_evaluation(function: Function) -> bool:
+    return bool(_EVALUATES.search(function.name))
+
+
+def _is_trained(script: Script, cast: VariableCast, trains: set[Function]) -> bool:
+    """Whether a cast changes what the file trains: a parameter that its caller passes, or an attribute of the same object."""
+    function, key = cast.function, cast.key
+    if key in function.params:
+        passed = [text_of(value) for value, _ in passed_for(script.outline, key, function)]
+        if passed and all(_COPY.search(text) for text in passed):
+            return False
+        return any(key in f.params for f in trains) and not is_copied(function, key)
+    if not key.startswith("self.") or _COPY.search(key) or not any(f.cls == function.cls for f in trains):
+        return False
+    methods = script.outline.classes.get(function.cls, {}).values()
+    text = " ".join(ast.unparse(method.node) for method in methods)
+    return bool(re.search(rf"\b{re.escape(key)}\.(train|parameters|named_parameters)\(", text))
+
+
+def _cast_back(cast: VariableCast, casts: list[VariableCast]) -> ast.Call | None:
+    """The cast by which the same function returns the model to float32."""
+    back = (c.call for c in casts if c.function is cast.function and c.key == cast.key and "float32" in c.formats)
+    return next((call for call in back if call.lineno > cast.call.lineno), None)
+
+
+def _lowered_for_pipeline(script: Script) -> Iterator[tuple[VariableCast, ast.Call]]:
+    """The first cast of a pipeline or model in an evaluation that ends with `cast_training_params(..., dtype=torch.float32)`.
+
+    The pipeline shares its modules with the loop, and only weights that were lowered need that function of diffusers.
+    """
+    outline = script.outline
+    ends: dict[Function, ast.Call] = {}
+    for back, function in outline.calls.get("cast_training_params", ()):
+        if _is_evaluation(function) and "float32" in text_of(back):
+            ends.setdefault(function, back)
+    for function, back in ends.items():
+        calls = [call for call, f in outline.calls.get("to", ()) if f is function and call.lineno < back.lineno]
+        for call in sorted(calls, key=lambda c: c.lineno):
+            key = key_of(base_of(call))
+            if _PIPELINE.search(key) and any("dtype" in text_of(value) for value in arguments_of(call)):
+                yield VariableCast(call, function, key, cast_formats(outline, call, function)), back
+                break
 
 
 def is_copied(function: Function, key: str) -> bool:

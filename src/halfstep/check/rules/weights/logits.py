@@ -71,7 +71,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
         "https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",
         "https://github.com/huggingface/trl/issues/4303",
     )
-    lines = ("log_softmax", "logsumexp", "CrossEntropyLoss", "lm_head(")
+    lines = ("log_softmax", "logsumexp", "CrossEntropyLoss", "lm_head(", "logits[")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Cross-entropies of logits that are 16-bit, outside autocast."""

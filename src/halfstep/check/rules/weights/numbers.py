@@ -186,15 +186,23 @@ class EmulatedBf16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls of is_bf16_supported without arguments."""
+        looked_up = [call for call, _ in script.outline.calls.get("getattr", ()) if len(call.args) > 1]
+        for query in (c for c in looked_up if constant(c.args[1]) == "is_bf16_supported"):
+            call = script.outline.parents.get(query)  # `getattr(torch.cuda, "is_bf16_supported", lambda: False)()`
+            if isinstance(call, ast.Call) and call.func is query and not call.args and not call.keywords:
+                yield self._report(script, call)
         for call, _ in script.outline.calls.get("is_bf16_supported", ()):
             # A module that a function receives has no full name: `torch_module.cuda.is_bf16_supported()`.
             name = script.outline.names.full(call.func) or text_of(call.func)
             if name.endswith(".cuda.is_bf16_supported") and not call.args and not call.keywords:
-                yield self.finding(
-                    script.where(call),
-                    "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",
-                    instead="torch.cuda.is_bf16_supported(including_emulation=False)",
-                )
+                yield self._report(script, call)
+
+    def _report(self, script: Script, call: ast.Call) -> Finding:
+        return self.finding(
+            script.where(call),
+            "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",
+            instead="torch.cuda.is_bf16_supported(including_emulation=False)",
+        )
 
 
 class Fp8EveryLayer(ScriptRule):

@@ -28,6 +28,9 @@ _SELECTS = {
 }  # fmt: skip
 
 
+_JOINS = {"torch.stack", "torch.cat", "torch.concat"}
+
+
 class Source(NamedTuple):
     """What a tensor is made from in one function."""
 
@@ -58,7 +61,9 @@ def sources_of(
             if len(bindings) > 1:
                 parts = [_of_binding(outline, b, function, steps) for b in bindings]
                 return [source for part in parts for source in part][:MAX_SOURCES]
-            name, value, index = node.id, element_of(bindings[0]), _index(bindings[0])
+            own = _index(bindings[0])
+            # `out = model(x)` before `logits, tokens = out`: the position is that in what the call returns.
+            name, value, index = node.id, element_of(bindings[0]), index if own is None else own
             if value is None:
                 return []
             node, line = value, bindings[0].node.lineno  # type: ignore[attr-defined]
@@ -148,9 +153,20 @@ def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr 
     """The tensor that a call selects from or reshapes: a function of torch, or one of this file that only does that."""
     if outline.names.full(call.func) in _SELECTS:
         return argument(call, 0, "input")
+    if outline.names.full(call.func) in _JOINS:
+        return _joined(outline, argument(call, 0, "tensors"), function)
     target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None
     param = _returned_parameter(outline, target) if target is not None and target is not function else ""
     return argument(call, target.params.index(param), param) if target is not None and param else None
+
+
+def _joined(outline: Outline, parts: ast.expr | None, function: Function) -> ast.expr | None:
+    """One of the tensors that are joined: of a list that is written out, or that `parts.append(logits)` fills."""
+    if isinstance(parts, (ast.List, ast.Tuple)):
+        return parts.elts[0] if parts.elts else None
+    sites = [call for call, scope in outline.calls.get("append", ()) if scope is function and len(call.args) == 1]
+    added = [c.args[0] for c in sites if isinstance(c.func, ast.Attribute) and key_of(c.func.value) == key_of(parts)]
+    return added[0] if len(added) == 1 and isinstance(parts, ast.Name) else None
 
 
 def _returned_parameter(outline: Outline, target: Function) -> str:

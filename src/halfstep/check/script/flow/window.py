@@ -15,6 +15,7 @@ from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -24,6 +25,7 @@ __all__ = [
     "Window",
     "accumulated_over",
     "branched",
+    "contexts_before",
     "depth_without_optimizers",
     "length_of",
     "micro_batches",
@@ -260,3 +262,19 @@ def micro_batches(loop: ast.AST) -> str:
         return ""
     name = text_of(source)
     return f"len({name})" if _MICRO.search(name.rsplit(".", 1)[-1]) else ""
+
+
+def contexts_before(script: Script, trace: Trace, index: int) -> list[ast.expr]:
+    """The Accelerators whose `accumulate` only the forward runs in, before a clip: the count of micro-batches is the same."""
+    event, outline = trace[index], script.outline
+    step = next(later(trace, index, "opt_step"), None)
+    if step is None or trace[step].accumulating or trace[step].function is not event.function:
+        return []
+    line = getattr(event.node, "lineno", 0)
+    loops = [parent for parent in script.above(event.node) if isinstance(parent, (ast.For, ast.While))]
+    sites = [c for c, f in outline.calls.get("accumulate", ()) if f is event.function and c.lineno < line]
+    sites = [c for c in sites if isinstance(outline.parents.get(c), ast.withitem)]
+    guards = conditions_of(outline, event.node)
+    sites = [c for c in sites if possible(conditions_of(outline, c), guards)]
+    same = [c for c in sites if [p for p in script.above(c) if isinstance(p, (ast.For, ast.While))] == loops]
+    return [c.func.value for c in same if isinstance(c.func, ast.Attribute)]

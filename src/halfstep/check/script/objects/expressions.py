@@ -17,6 +17,7 @@ __all__ = [
     "arms_of",
     "asks_for_adapters",
     "conditions_of",
+    "ends_run",
     "entries_of",
     "first_key",
     "hand_scaled",
@@ -203,3 +204,26 @@ def is_after_training(outline: Outline, node: ast.Call, function: Function) -> b
         parent = outline.parents.get(parent)
     trains = any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops for line in lines)
     return bool(lines) and node.lineno > max(lines) and not trains
+
+
+def ends_run(outline: Outline, cast: ast.AST, by: ast.AST, key: str) -> bool:
+    """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
+    parents = outline.parents
+    node: ast.AST = cast
+    while (parent := parents.get(node)) is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        block = parent.body if isinstance(parent, ast.If) and node in parent.body else []
+        if isinstance(parent, ast.If) and node in parent.orelse:
+            block = parent.orelse
+        last = block[-1] if block else None
+        inside = any(by is inner for statement in block for inner in ast.walk(statement))
+        if isinstance(last, (ast.Raise, ast.Continue, ast.Break)) and not inside:
+            return True
+        left = text_of(last.value.func) if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else ""
+        if left in {"exit", "quit", "sys.exit", "os._exit"} and not inside:
+            return True
+        if isinstance(last, ast.Return) and not inside and last is not node:
+            returned = {key_of(n) for n in ast.walk(last)} if last.value is not None else set()
+            if key not in returned:
+                return True
+        node = parent
+    return False

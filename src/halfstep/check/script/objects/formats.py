@@ -150,6 +150,8 @@ def passed_for(outline: Outline, param: str, function: Function) -> Iterator[tup
     """What the calls in this file pass for a parameter, each with the calling function."""
     bound = function.method and function.params[:1] in {("self",), ("cls",)}
     position = function.params.index(param) - bound
+    if position < 0:
+        return  # `self`, which no call passes
     name = function.cls if function.name == "__init__" else function.name
     for call, caller in outline.calls.get(name, ()):
         value = argument(call, position, param)

@@ -45,6 +45,11 @@ _LIFTS = regex(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
 _OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
+SWITCHES = regex(
+    r"requires_?grad|toggle|trainable", re.IGNORECASE
+)  # a function that freezes a model or trains it again
+
+
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
     """Loops over parameters that freeze them or replace their data."""
     loops = {}
@@ -158,6 +163,19 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
             parts.append((text_of(call.func.value), function))
     return tuple(parts)
+
+
+def is_switched_on(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
+    """Whether what freezes a whole model is undone, as GANs do in each step: `set_requires_grad(netD, True)`."""
+    if any(lineage.has(text, function) for text, function in parts):
+        return True
+    sites = [site for name, calls in lineage.outline.calls.items() if SWITCHES.search(name) for site in calls]
+    return any(
+        lineage.has(key_of(call.args[0]), function)
+        and any(constant(value) is True for value in (*call.args[1:], *(k.value for k in call.keywords)))
+        for call, function in sites
+        if call.args
+    )
 
 
 def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:

@@ -71,13 +71,27 @@ def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:
         return ""  # the inferer is created
     for name, position, keyword in _RUNS:
         if name.search(last) and (model := argument(call, position, keyword)) is not None:
-            return key_of(model)
+            return _run_inside(outline, model)
     if not _INFERER.search(last) or len(call.args) != 1:
         return ""
     # `model_inferer = partial(sliding_window_inference, predictor=model)`, often passed to the function that calls it.
     partials = [c for c, _ in outline.calls.get("partial", ()) if key_of(argument(c, 0, "")).endswith(_WINDOW)]
     models = {key_of(argument(c, 4, "predictor")) for c in partials}
     return models.pop() if len(models) == 1 else ""
+
+
+def _run_inside(outline: Outline, predictor: ast.expr) -> str:
+    """The model itself, or the one that `lambda x: model(x)["out"]` or a function defined for the purpose calls."""
+    body: list[ast.AST] = [predictor.body] if isinstance(predictor, ast.Lambda) else []
+    function = next((f for f in outline.functions if f.name == key_of(predictor) and f.parent is not None), None)
+    if function is not None and not function.cls:
+        body = [statement for statement in function.body if not isinstance(statement, ast.With)]
+    elif not body:
+        return key_of(predictor)
+    own = [a.arg for a in predictor.args.args] if isinstance(predictor, ast.Lambda) else []
+    params = function.params if function is not None else own
+    calls = [n for part in body for n in ast.walk(part) if isinstance(n, ast.Call) and n.args]
+    return next((key_of(c.func) for c in calls if any(key_of(a) in params for a in c.args) and key_of(c.func)), "")
 
 
 def regions_in_forward(outline: Outline, model: str, function: Function) -> list[Autocast]:

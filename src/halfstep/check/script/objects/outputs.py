@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import Source, element_of, sources_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
 from halfstep.check.script.objects.modules import attribute_values, created_classes
-from halfstep.check.script.objects.values import UNKNOWN, Autocast, argument, autocasts_of, constant
+from halfstep.check.script.objects.values import UNKNOWN, Autocast, argument, autocasts_of, constant, text_of
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -171,16 +171,33 @@ def _leaves_in_call(script: Script, call: ast.Call, source: Source, function: Fu
     if target is None or target is function or target.name == "__init__" or _CASTS.search(ast.unparse(target.node)):
         return None
     position = source.position
-    values = [(v, sources_of(outline, v, target, v.end_lineno or v.lineno, position)) for v in returned_by(target)]
-    # What the function gets and returns again is another caller's in another call.
-    computed = depth > 1 and not any(isinstance(s.node, ast.Name) for _, sources in values for s in sources)
-    exits = [_exit_of_all(script, sources, target, depth - 1) for _, sources in values] if computed else []
+    returned = [v for v in returned_by(target) if constant(v) is not None and not text_of(v).startswith("(None")]
+    values = [(v, sources_of(outline, v, target, v.end_lineno or v.lineno, position)) for v in returned]
+    exits = [
+        _exit_of_returned(script, sources, target, call, function, depth - 1) for _, sources in values if depth > 1
+    ]
     exit_ = exits[0] if exits else None
     if exit_ is None or None in exits or any(_is_off(name, call, target) for name in exit_.flags):
         return None
-    cause = exit_.cause.replace("ends before this loss", f"ends in `{target.name}`")
+    is_passed = any(isinstance(s.node, ast.Name) for _, sources in values for s in sources)
+    cause = exit_.cause if is_passed else exit_.cause.replace("ends before this loss", f"ends in `{target.name}`")
     is_training = exit_.is_training and not any(in_no_grad(script, value) for value, _ in values)
     return exit_._replace(cause=cause, is_training=is_training)
+
+
+def _exit_of_returned(
+    script: Script, sources: list[Source], target: Function, call: ast.Call, function: Function, depth: int
+) -> Exit | None:
+    """The region of what a function returns: its own, or that of the logits which this call passes and gets back."""
+    passed = [s.node.id for s in sources if isinstance(s.node, ast.Name) and s.node.id in target.params]
+    if not passed:
+        return _exit_of_all(script, sources, target, depth)
+    is_bound = target.method and target.params[:1] == ("self",)
+    values = [argument(call, target.params.index(name) - is_bound, name) for name in passed if name != "self"]
+    if len(values) != len(sources) or None in values:
+        return None
+    inner = [s for v in values if v is not None for s in sources_of(script.outline, v, function, call.lineno)]
+    return _exit_of_all(script, inner, function, depth)
 
 
 def _is_off(name: str, call: ast.Call, target: Function) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
@@ -52,6 +53,9 @@ def owners_of(
             for binding in outline.lookup(node.id, function):
                 if binding.value is not None and binding.function is function:
                     yield from owners_of(outline, binding.value, function, depth - 1)
+            if node.id in function.params:  # `def build_optimizer(params, lr)`
+                for value, caller in passed_for(outline, node.id, function):
+                    yield from owners_of(outline, value, caller, depth - 1)
             for call, inner in _appended(outline, node.id, function):
                 yield from _instances(outline, call, inner)
             for value in _extended(outline, node.id, function):

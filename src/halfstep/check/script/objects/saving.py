@@ -16,6 +16,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "continues",
     "entry_of",
     "is_setting",
     "looks_up",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 4
+_COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters"}
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
@@ -48,6 +50,26 @@ def saves(name: str) -> bool:
 def restores(name: str) -> bool:
     """Whether a function of this name restores a checkpoint."""
     return bool(_RESTORES.search(name))
+
+
+def continues(outline: Outline) -> bool:
+    """Whether a file reads the epoch or step of a checkpoint to train from the next one: `start = state["epoch"] + 1`."""
+    if "load" not in outline.calls or not _COUNTERS & outline.strings:
+        return False
+    for node in outline.parents:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and text_of(node.right) == "1":
+            value = node.left.args[0] if isinstance(node.left, ast.Call) and node.left.args else node.left
+            if _reads_counter(node.left) or _reads_counter(value):
+                return True
+    return False
+
+
+def _reads_counter(node: ast.expr) -> bool:
+    """Whether a value is `state["epoch"]` or `state.get("epoch", 0)`."""
+    index: ast.expr | None = node.slice if isinstance(node, ast.Subscript) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        index = node.args[0]
+    return isinstance(index, ast.Constant) and index.value in _COUNTERS
 
 
 def restored_copies(outline: Outline, scalers: tuple[Scaler, ...]) -> Iterator[tuple[Scaler, ast.Call]]:

@@ -14,16 +14,26 @@ from functools import cached_property
 from itertools import chain
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.expressions import (
     arms_of,
     asks_for_adapters,
     conditions_of,
+    ends_run,
     has_other_option,
     is_adapter_branch,
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
-from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, keeps_low, trains_part_of
+from halfstep.check.script.objects.freezing import (
+    SWITCHES,
+    enabled_parts,
+    freezes,
+    freezing_loops,
+    is_switched_on,
+    keeps_low,
+    trains_part_of,
+)
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
 from halfstep.check.script.objects.loading import lasting_casts, loading_options
 from halfstep.check.script.objects.parameters import is_model_name, mentions_masters, owners_of
@@ -59,11 +69,13 @@ _PLAIN = (
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
-_READS = regex(r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)", re.IGNORECASE)  # changes nothing
+_READS = regex(
+    r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)|^_*trainable_(param|weight)", re.IGNORECASE
+)  # changes nothing
 _ASIDE = regex(
     r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
-_OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
+_OWNS_TRAINING = frozenset({"deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo"})
 _LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
 _MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
@@ -113,19 +125,30 @@ class Training:
     @cached_property
     def has_masters(self) -> bool:
         """Whether the script mentions float32 master weights, or an engine that keeps them."""
-        outline = self.outline
-        if mentions_masters(outline) or has_plugin(outline):
-            return True
-        packages = [full for full in outline.names.table.values() if not full.startswith(_LOADS_DATA)]
-        return any(full.partition(".")[0] in _OWNS_TRAINING for full in packages)
+        return mentions_masters(self.outline) or has_plugin(self.outline) or bool(self._engines)
+
+    @cached_property
+    def _engines(self) -> frozenset[str]:
+        """The packages of the script whose engines may keep master weights."""
+        names = (n for n in self.outline.names.table.values() if not n.startswith(_LOADS_DATA))
+        return frozenset(name.partition(".")[0] for name in names) & _OWNS_TRAINING
+
+    def _is_without_engine(self, tie: Trained) -> bool:
+        """Whether weights are cast or an optimizer is created only where no engine of DeepSpeed is: `if not use_deepspeed:`."""
+        sites = self.outline.library_calls.get("deepspeed.initialize", ())
+        engines = [conditions_of(self.outline, site.call) for site in sites]
+        own = [conditions_of(self.outline, node) for node in (tie.cast.node, tie.by)]
+        return bool(engines) and all(any(not possible(engine, guards) for guards in own) for engine in engines)
 
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
         """16-bit weights that an optimizer without master weights updates."""
-        if self.has_masters:
+        is_deepspeed = self._engines == {"deepspeed"}  # which a branch of the script may leave out
+        if mentions_masters(self.outline) or has_plugin(self.outline) or (self._engines and not is_deepspeed):
             return ()
         ties = self._adapted_ties() if self.adapters == "yes" else iter(())
-        return tuple(self._unique(chain(ties, self._optimizer_ties(in_full=self.adapters == "yes"))))
+        ties = self._unique(chain(ties, self._optimizer_ties(in_full=self.adapters == "yes")))
+        return tuple(tie for tie in ties if not self._engines or self._is_without_engine(tie))
 
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
@@ -267,8 +290,9 @@ class Training:
         if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
             return True
         outline = self.outline
+        is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
         for name, sites in outline.calls.items():
-            if not _PREPARES.search(name):
+            if not _PREPARES.search(name) or (is_switched and SWITCHES.search(name)):
                 continue
             for call, function in sites:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
@@ -284,7 +308,7 @@ class Training:
                 changes = changes and (target is None or not keeps_low(lineage, target))
                 if changes and not lineage.is_frozen_by_option(call):
                     return True
-        if trains_part_of(lineage, self._enabled_parts):
+        if is_switched or trains_part_of(lineage, self._enabled_parts):
             return False
         loops = [loop for loop, function in self._freezing_loops if freezes(lineage, loop, function)]
         return not all(self._is_of_adapters(loop) or lineage.is_frozen_by_option(loop) for loop in loops)
@@ -317,7 +341,7 @@ class Training:
             return False
         if any(_ASIDE.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
             return False
-        if self._ends_run(cast, by):
+        if ends_run(outline, cast.node, by, cast.key):
             return False
         if cast.form != "cast" and cast.function is function and cast.node.lineno > by.lineno:
             return False  # another model than the one whose parameters the optimizer has
@@ -330,30 +354,6 @@ class Training:
         """The last line with a `backward` in each function."""
         sites = self.outline.calls.get("backward", ())
         return {site.function: site.call.lineno for site in sorted(sites, key=lambda site: site.call.lineno)}
-
-    def _ends_run(self, cast: Cast, by: ast.Call) -> bool:
-        """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
-        parents = self.outline.parents
-        node: ast.AST = cast.node
-        while (parent := parents.get(node)) is not None and not isinstance(
-            parent, (ast.FunctionDef, ast.AsyncFunctionDef)
-        ):
-            block = parent.body if isinstance(parent, ast.If) and node in parent.body else []
-            if isinstance(parent, ast.If) and node in parent.orelse:
-                block = parent.orelse
-            last = block[-1] if block else None
-            inside = any(by is inner for statement in block for inner in ast.walk(statement))
-            if isinstance(last, (ast.Raise, ast.Continue, ast.Break)) and not inside:
-                return True
-            left = text_of(last.value.func) if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else ""
-            if left in {"exit", "quit", "sys.exit", "os._exit"} and not inside:
-                return True
-            if isinstance(last, ast.Return) and not inside and last is not node:
-                returned = {key_of(n) for n in ast.walk(last)} if last.value is not None else set()
-                if cast.key not in returned:
-                    return True
-            node = parent
-        return False
 
     def _trainer_ties(self) -> Iterator[Trained]:
         for name, sites in self.outline.calls.items():

@@ -275,7 +275,7 @@ def _parts_of(
         ):
             continue
         value = argument(call, init.params.index(param) - 1, param)
-        if value is not None and key_of(value):
+        if value is not None and key_of(value) and not _OPTION.search(key_of(value)):
             yield value, function, None, key_of(value)
 
 
@@ -286,10 +286,21 @@ def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast
         owner = ".".join(names[:count])
         if owner == "self" or "[" in owner:
             return
-        if any(_is_model(b.value) for b in _bindings(outline, owner, function)):
+        if _is_part_of_model(outline, owner, function):
             node = ast.parse(owner, mode="eval").body
             yield node, function, None, owner
             return
+
+
+def _is_part_of_model(outline: Outline, key: str, function: Function, depth: int = 3) -> bool:
+    """Whether a variable is a model, or another name of a part of one: `inner = pipeline.model`."""
+    for binding in _bindings(outline, key, function):
+        if _is_model(binding.value):
+            return True
+        root = key_of(binding.value).partition(".")[0] if isinstance(binding.value, (ast.Name, ast.Attribute)) else ""
+        if root not in {"", "self", key} and depth and _is_part_of_model(outline, root, binding.function, depth - 1):
+            return True
+    return False
 
 
 def _is_model(node: ast.expr | None) -> bool:
