@@ -284,7 +284,7 @@ class ApexStateNotSaved(ScriptRule):
         if any(constant(v) in {"O0", "O3"} for v in levels) or any(constant(k.value) != "dynamic" for k in static):
             return
         named = [n for n in ast.walk(script.outline.module.node) if isinstance(n, ast.Constant) and n.value == "amp"]
-        # As the name of a backend, `backend == "amp"`, it is no key of a checkpoint.
+        # As the name of a backend, `backend == "amp"`, the string is not a key of a checkpoint.
         is_key = any(not isinstance(script.outline.parents.get(n), ast.Compare | ast.IfExp) for n in named)
         if is_key or not script.has("load_optimizer"):
             return
