@@ -145,3 +145,32 @@ REGIONS = "{'fp16': torch.autocast('cuda', dtype=torch.float16), 'bf16': torch.a
 def test_regions_of_a_table_and_scalers_by_flags(text, expected):
     """A region under a key, a scaler that is off, and a flag of bfloat16 that enables a scaler."""
     assert [c.partition(":")[0] for c in codes(text) if c.startswith(("HS120", "HS123"))] == expected
+
+
+NOT_FLOAT32 = """\
+import torch
+class Base:
+    def __init__(self, name):
+        if name == "half":
+            self.dtype = torch.float16
+        elif name == "brain":
+            self.dtype = torch.{low}
+        else:
+            self.dtype = torch.float32
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.dtype {test})
+{other}"""
+
+
+@pytest.mark.parametrize(
+    ("low", "test", "other", "num"),
+    [
+        ("bfloat16", "is not torch.float32", "", 1),
+        ("bfloat16", "!= torch.float32", "", 1),
+        ("float16", "is not torch.float32", "", 0),
+        ("bfloat16", "== torch.float16", "", 0),
+        ("bfloat16", "is not torch.float32", "        if name == 'brain':\n            self.scaler = None\n", 0),
+    ],
+)
+def test_a_scaler_that_only_float32_switches_off(low, test, other, num):
+    """HS120 in a base class whose regions are in another file: enabled for each 16-bit dtype that the file chooses."""
+    assert len(findings(NOT_FLOAT32.format(low=low, test=test, other=other), "HS120")) == num

@@ -302,3 +302,31 @@ def measure(model, x):
 def test_a_local_variable_of_the_same_name_is_no_attribute(body, expected):
     """Only the class and its bases decide whether `self.scaler` exists before `__init__` assigns it."""
     assert len(findings(EARLY_LOAD.format(body=body), "HS132")) == expected
+
+
+BACKENDS = """\
+import torch
+import torch_xla.core.xla_model as xm
+from apex import amp
+if {test}:
+    model, optimizer = amp.initialize(model, optimizer)
+optimizer.load_state_dict(torch.load(path))
+for x in loader:
+    with amp.scale_loss(model(x), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+{save}(optimizer.state_dict(), path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "save", "expected"),
+    [
+        ("backend != 'amp'", "torch.save", [11]),
+        ("backend != 'amp'", "xm.save", []),
+        ("options['amp']", "torch.save", []),
+    ],
+)
+def test_the_name_of_a_backend_is_no_key_of_a_checkpoint(test, save, expected):
+    """HS173 is silent where "amp" may be a key of the checkpoint, and for a checkpoint that a TPU writes."""
+    assert [f.line for f in findings(BACKENDS.format(test=test, save=save), "HS173")] == expected

@@ -283,3 +283,57 @@ class Loop:
 def test_the_class_of_a_scaler_under_another_name(cls, skip, expected):
     """A variable that is torch's class, by import or by getattr; and a counter further out decides whether anything is left to step."""
     assert len(findings(NAMED_CLASS.format(cls=cls, skip=skip), "HS115")) == expected
+
+
+TWO_SCALERS = """\
+import torch
+first = torch.amp.GradScaler("cuda")
+second = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    generator.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    first.scale(loss).backward()
+    is_usable = all(torch.isfinite(p.grad).all() for p in model.parameters())
+    if is_usable:
+        first.step(generator)
+        {inside}
+    {outside}
+    critic_optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = critic(x, y)
+    second.scale(loss).backward()
+    second.step(critic_optimizer)
+    second.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "is_reported"), [("first.update()", "pass", True), ("pass", "first.update()", False)]
+)
+def test_another_scaler_does_not_shrink_the_scale_of_this_one(inside, outside, is_reported):
+    """HS157 looks at the uses of the scaler whose gradients are tested, not at those of a second one in the loop."""
+    assert bool(findings(TWO_SCALERS.format(inside=inside, outside=outside), "HS157")) == is_reported
+
+
+TWO_UPDATES = """\
+import torch
+first = torch.amp.GradScaler("cuda")
+second = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    first.scale(loss).backward()
+    first.unscale_(optimizer)
+    {scaler}.update()
+    first.unscale_(optimizer)
+    first.step(optimizer)
+    first.update()
+"""
+
+
+@pytest.mark.parametrize(("scaler", "is_reported"), [("second", True), ("first", False)])
+def test_the_update_of_another_scaler_resets_nothing(scaler, is_reported):
+    """HS105: only the update of the own scaler allows another unscale_."""
+    assert bool(findings(TWO_UPDATES.format(scaler=scaler), "HS105")) == is_reported

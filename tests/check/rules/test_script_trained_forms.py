@@ -265,3 +265,37 @@ for epoch in range(3):
 def test_a_cast_to_float32_for_saving_restores_nothing(end, expected):
     """Below the training loop it changes what is saved; inside the loop of epochs it changes what is trained."""
     assert [f.line for f in findings(SAVED.format(end=end), "HS199")] == expected
+
+
+BY_NAME = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype=torch.bfloat16)
+{before}
+for p in model.parameters():
+    p.requires_grad = False
+for name, p in model.named_parameters():
+    if {test}:
+        p.requires_grad = True
+{after}
+Trainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "before", "after", "num"),
+    [
+        ("'embed_tokens' in name or 'lm_head' in name", "", "", 1),
+        ("'layers.23.' in name", "", "", 1),
+        ("'layers.23.' not in name", "", "", 0),
+        ("not 'layers.23.' in name", "", "", 0),
+        ("'adapter' in name", "", "", 0),
+        ("name in chosen", "", "", 0),
+        ("'lm_head' in name", "model.lm_head = torch.nn.Linear(8, 8)", "", 0),
+        ("'lm_head' in name", "", "model.lm_head.float()", 0),
+        ("'lm_head' in name", "", "model.lm_head.to(torch.float32)", 0),
+    ],
+)
+def test_layers_that_are_trained_again_by_name(test, before, after, num):
+    """HS277: after a freeze, layers of the loaded model that a loop enables have its 16 bits; added layers do not."""
+    assert len(findings(BY_NAME.format(test=test, before=before, after=after), "HS277")) == num

@@ -105,3 +105,82 @@ def test_one_picture_of_a_notebook_is_no_validation(last, expected):
     document = read_document("train.ipynb", data, "notebook")
     found = check_document(document, Settings(), Selection())
     assert [f.line for f in found if f.code == "HS149"] == expected
+
+
+PHASES = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+class Trainer:
+    def process(self, batch):
+        {choice}
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
+            batch.update(self.model.{call}(**batch))
+            loss = batch["loss"]
+        if self.is_train:
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+"""
+BY_PHASE = "dtype = self.low if self.is_train else torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("choice", "call", "expected"),
+    [
+        (BY_PHASE, "forward_all", [5]),
+        (
+            "if self.is_train:\n            dtype = self.low\n        else:\n            dtype = torch.float32",
+            "forward",
+            [8],
+        ),
+        (BY_PHASE.replace("is_train", "use_amp"), "forward_all", []),
+        (BY_PHASE.replace("float32", "bfloat16"), "forward_all", []),
+        (BY_PHASE, "describe", []),
+    ],
+)
+def test_a_dtype_that_is_float32_unless_the_model_trains(choice, call, expected):
+    """The region of one function for both phases is off in validation by its dtype; the batch is passed by name."""
+    assert reported(PHASES.format(choice=choice, call=call)) == expected
+
+
+LABELLED = """\
+import torch
+class Trainer:
+    def compute_loss(self, model, inputs):
+        return model(**inputs)
+
+    def training_step(self, model, inputs):
+        if self.use_amp:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.compute_loss(model, inputs)
+        else:
+            loss = self.compute_loss(model, inputs)
+        self.scaler.scale(loss).backward()
+
+    def evaluate(self, loader):
+        for inputs in loader:
+            self.prediction_step(self.model, inputs, "labels" in inputs)
+
+    def prediction_step(self, model, inputs, has_labels):
+        with torch.no_grad():
+            if has_labels:
+                out = self.compute_loss(model, inputs)
+            else:
+{other}
+        return out
+"""
+UNDER_FLAG = """\
+                if self.use_amp:
+                    with torch.autocast("cuda", dtype=torch.float16):
+                        out = model(**inputs)
+                else:
+                    out = model(**inputs)"""
+ALWAYS = """\
+                with torch.autocast("cuda", dtype=torch.float16):
+                    out = model(**inputs)"""
+
+
+@pytest.mark.parametrize(("other", "expected"), [(UNDER_FLAG, [21]), (ALWAYS, [])])
+def test_the_other_branch_is_not_the_one_without_mixed_precision(other, expected):
+    """A branch without autocast is that of float32 only if no flag decides about mixed precision inside the other one."""
+    assert reported(LABELLED.format(other=other)) == expected

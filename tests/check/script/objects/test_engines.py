@@ -110,3 +110,19 @@ def test_other_classes_own_their_loop():
         )
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "plugin"),
+    [
+        ("plugin = DeepSpeedPlugin()\n", "deepspeed"),
+        ("plugin = make_plugin()\n", "deepspeed"),
+        ("plugin = None\nif args.deepspeed:\n    plugin = DeepSpeedPlugin()\n", ""),
+        ("plugin = DeepSpeedPlugin() if args.deepspeed else None\n", ""),
+    ],
+)
+def test_a_plugin_that_an_option_leaves_out_is_none(before, plugin):
+    """Without the option the Accelerator trains as if the call named no plugin."""
+    text = f"{ACCELERATE}from accelerate import DeepSpeedPlugin\n{before}accelerator = Accelerator(deepspeed_plugin=plugin)\n"
+    (engine,) = engines_of(script(text))
+    assert engine.plugin == plugin

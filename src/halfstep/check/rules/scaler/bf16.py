@@ -15,6 +15,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, is_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -22,6 +23,8 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = ["RULES", "ScalerWithBf16"]
 
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+# `dtype is not torch.float32`: enabled for both 16-bit formats
+_NOT_FLOAT32 = regex(r"^([A-Za-z_][\w.]*) (?:!=|is not) (?:torch\.)?['\"]?(?:float32|fp32|float)['\"]?$")
 _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
@@ -100,6 +103,15 @@ class ScalerWithBf16(ScriptRule):
                 yield self.finding(
                     script.where(scaler.node),
                     f"when `{dtype}` ({script.at(region.node)}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
+                    instead=f"enabled={dtype} == torch.float16",
+                )
+        for scaler in script.scalers:
+            dtype = _low_dtype(script, scaler)
+            if dtype and scaler.key not in reported:
+                reported.add(scaler.key)
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"when `{dtype}` is bfloat16, the scaler is still enabled (`{scaler.enabled}`): it only costs time and skips steps",
                     instead=f"enabled={dtype} == torch.float16",
                 )
         yield from self._passed_in(script)
@@ -233,6 +245,20 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
 
 def _names_bf16(script: Script, value: ast.expr) -> bool:
     return DTYPES.get(script.outline.names.full(value)) == "bfloat16"
+
+
+def _low_dtype(script: Script, scaler: Scaler) -> str:
+    """The dtype whose test for float32 alone switches a scaler, if the file may set it to bfloat16; "" otherwise."""
+    match = _NOT_FLOAT32.match(scaler.enabled)
+    creation = _creation(script, scaler)
+    if match is None or (creation is not None and any(_FORMAT.search(text) for text, _ in creation.guards)):
+        return ""
+    steps = [e for e in script.events("scaler_step") if e.scaler.rsplit(".", 1)[-1] == scaler.key.rsplit(".", 1)[-1]]
+    is_only = len(script.outline.values(scaler.key, scaler.function)) == 1
+    if not is_only or (steps and all(_format_tests(script, e) for e in steps)):
+        return ""
+    node = ast.parse(match[1], mode="eval").body
+    return match[1] if "bfloat16" in formats_of(script.outline, node, scaler.function) else ""
 
 
 def _enabled_when(scaler: Scaler) -> str:

@@ -237,7 +237,9 @@ class OverflowKeepsScale(TraceRule):
         if event.scaled != "yes" or without_amp(event) or switched_off(script, event) or not event.loops:
             return None
         later = [e for e in trace[index + 1 :] if compatible(e, event) and e.loops[:1] == event.loops[:1]]
-        uses = [e for e in later if e.kind in {"unscale", "scaler_step", "update", "handed"}]
+        # With a scaler for each optimizer, the others say nothing about this one.
+        own = [e for e in later if e.scaler == event.scaler or e.kind == "handed"]
+        uses = [e for e in own if e.kind in {"unscale", "scaler_step", "update", "handed"}]
         updates = [e for e in uses if e.kind == "update"]
         depths = range(len(event.roots), -1, -1) if updates and all(e.kind != "handed" for e in uses) else ()
         skips = [(d, skip) for d in depths if (skip := find_skip(script, event, d)) is not None]

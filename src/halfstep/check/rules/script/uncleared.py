@@ -142,7 +142,8 @@ class KeptAfterOverflow(TraceRule):
         for guard in event.guards:
             if guard in back.guards or not _tests_gradients(script, guard, event):
                 continue
-            if event.kind == "scaler_step" and all(guard in e.guards for e in trace if e.kind == "update"):
+            updates = [e for e in trace if e.kind == "update" and e.scaler == event.scaler]
+            if event.kind == "scaler_step" and all(guard in e.guards for e in updates):
                 continue  # HS112 and HS157 report the update that is missing
             place = _skipped(event, guard) if cleared and all(guard in e.guards for e in cleared) else None
             if place is None:

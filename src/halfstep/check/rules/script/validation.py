@@ -11,11 +11,12 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, loops_around, without_amp
+from halfstep.check.script.flow.order import TraceRule, is_amp, loops_around, without_amp
+from halfstep.check.script.flow.phases import only_in_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
-from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
+from halfstep.check.script.objects.values import autocasts_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -50,10 +51,6 @@ _OTHER_MODEL = regex(
 _MODEL = regex(r"(model|net|network|policy)$", re.IGNORECASE)
 _EVALUATION = regex(
     r"^_*(run_|do_)?(val|valid|validate|validation|eval|evaluate|evaluation|test)(_|$)|_(validate|evaluate)$"
-)
-# A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
-_TRAINS = regex(
-    r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
 _LOSS = regex(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = regex(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
@@ -127,10 +124,10 @@ class EvaluationWithoutAutocast(ScriptRule):
         if not trained or not backward or script.outline.names.uses("pytest", "unittest"):
             return  # the test cases of a file have nothing to do with each other
         for event in trained:
-            region, flag = _only_in_training(script, event)
-            if region is not None and not _ASIDE.search(event.function.name):
+            place, flag = only_in_training(script, event)
+            if place is not None and not _ASIDE.search(event.function.name):
                 yield self.finding(
-                    script.where(region.node),
+                    script.where(place),
                     f"autocast is on only in training (`{flag}`): `{event.local.subject}` runs in float32 in validation",
                     instead="leave the phase out of the condition: validation needs autocast, but not the scaler",
                 )
@@ -141,7 +138,7 @@ class EvaluationWithoutAutocast(ScriptRule):
                 continue
             if event.inside("autocast") and not (_is_validation(script, event) and _is_off(event)):
                 continue  # a part of a model that needs float32
-            if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
+            if without_amp(event) or any(_is_alternative(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes | {e.node for e in validated})
             off = event.inside("autocast")
@@ -173,19 +170,6 @@ class EvaluationWithoutAutocast(ScriptRule):
                 instead='with torch.no_grad(), torch.autocast("cuda", ...):',
             )
             return
-
-
-def _only_in_training(script: Script, event: Event) -> tuple[Autocast | None, str]:
-    """The region of a forward that is off for validation, `enabled=use_amp and train`, and the flag that decides it."""
-    region = event.autocast()
-    for autocast in region.autocasts if region is not None else ():
-        flags = [autocast.enabled]
-        if autocast.enabled.isidentifier():
-            flags += map(text_of, script.outline.values(autocast.enabled, event.function))
-        for flag in (part.strip("()") for text in flags for part in text.split(" and ")):
-            if _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
-                return autocast, flag
-    return None, ""
 
 
 def _is_off(event: Event) -> bool:
@@ -224,6 +208,17 @@ def _evaluates(script: Script, event: Event) -> bool:
         for name in ("eval", "train", "backward")
     }
     return event.local.subject in owners["eval"] and not owners["backward"] and not owners["train"]
+
+
+def _is_alternative(validated: Event, event: Event) -> bool:
+    """Whether a forward is in the other branch of the condition on which one under autocast depends.
+
+    Where that one has a flag for mixed precision too, the other condition is about something else: `if labels is None:`.
+    """
+    if compatible(validated, event):
+        return False
+    flags = tuple(g for g in validated.guards if is_amp(g) and g.is_true)
+    return not flags or not compatible(dataclasses.replace(validated, guards=flags), event)
 
 
 def _without_kernels(event: Event) -> Event:

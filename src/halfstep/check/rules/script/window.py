@@ -118,7 +118,7 @@ class DoubleUnscale(TraceRule):
         for i in earlier(trace, index, "unscale", "scaler_step", "update", "backward"):
             before = trace[i]
             if before.kind in {"update", "backward"}:
-                if before.kind == "backward" and before.loops != event.loops:
+                if before.loops != event.loops if before.kind == "backward" else before.scaler != event.scaler:
                     continue
                 return None
             if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:

@@ -225,7 +225,7 @@ class Recogniser:
             return Action("forward", subject=key)
         if (run := run_by_call(self.outline, call, last)) and self._is_model(run):
             return Action("forward", subject=run)
-        if owner and self._is_model(owner) and _FORWARD.search(_last(key)) and call.args and not name:
+        if owner and self._is_model(owner) and _FORWARD.search(_last(key)) and arguments_of(call) and not name:
             return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
 

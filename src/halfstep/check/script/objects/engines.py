@@ -17,6 +17,7 @@ from functools import lru_cache
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.formats import may_be_none
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -73,7 +74,7 @@ class Engine:
     key: str  # the variable it is assigned to
     precision: str
     steps: ast.expr | None = None  # gradient_accumulation_steps
-    plugin: str = ""  # "deepspeed" or "fsdp", if the call names one
+    plugin: str = ""  # "deepspeed" or "fsdp", if the call names one in every run
     is_created: bool = True  # False: a parameter whose creation is in another file
     function: Function | None = None  # the one that creates it
 
@@ -211,7 +212,8 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
         return Engine(library, key, precision, None, plugin, function=function)
     value = argument(call, 2, "mixed_precision")
     steps = argument(call, 3, "gradient_accumulation_steps") or _plugin_steps(outline, call, function)
-    plugins = {k.arg for k in call.keywords if not isinstance(k.value, ast.Constant)}
+    # One that only an option creates, `plugin = None` otherwise, is absent in the other runs.
+    plugins = {k.arg for k in call.keywords if not may_be_none(outline, k.value, function)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
     precision = _precision(outline, value, function, absent="?")
     return Engine(library, key, precision, steps, plugin, function=function)

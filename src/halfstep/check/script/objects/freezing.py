@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import constant, text_of
@@ -162,7 +163,34 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
         target = statement.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
             parts.append((text_of(call.func.value), function))
-    return tuple(parts)
+    return (*parts, *_enabled_by_name(outline))
+
+
+def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:
+    """The layers of a loaded model that a loop trains again: `if "lm_head" in name: p.requires_grad = True`."""
+    for call, function in outline.calls.get("named_parameters", ()):
+        loop = outline.parents.get(call)
+        test = loop.body[0] if isinstance(loop, ast.For) and loop.iter is call and len(loop.body) == 1 else None
+        if not isinstance(test, ast.If) or not isinstance(call.func, ast.Attribute):
+            continue
+        enables = [n for n in test.body if isinstance(n, ast.Assign) and constant(n.value) is True]
+        compared = [n for n in ast.walk(test.test) if isinstance(n, ast.Compare)]
+        words = [constant(c.left) for c in compared if len(c.ops) == 1 and isinstance(c.ops[0], ast.In)]
+        is_part = bool(words) and len(words) == len(compared) and all(isinstance(word, str) for word in words)
+        negated = any(isinstance(n, ast.Not) for n in ast.walk(test.test))
+        own = [str(word) for word in words if not _ADDED.search(str(word).replace("lm_head", ""))]
+        if negated or not is_part or len(own) < len(words) or _LIFTS.search(ast.unparse(test)):
+            continue
+        if any(text_of(n.targets[0]).endswith(".requires_grad") for n in enables) and not _is_lifted(outline, own):
+            yield from ((f"{text_of(call.func.value)}.{word.strip('.')}", function) for word in own)
+
+
+def _is_lifted(outline: Outline, parts: list[str]) -> bool:
+    """Whether a layer of one of these names is cast, most likely to float32: `model.lm_head.float()`."""
+    owners = [
+        c.func.value for n in ("float", "to") for c, _ in outline.calls.get(n, ()) if isinstance(c.func, ast.Attribute)
+    ]
+    return any(part in text_of(owner) for owner in owners for part in parts)
 
 
 def is_switched_on(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:

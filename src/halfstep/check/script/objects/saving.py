@@ -117,10 +117,16 @@ def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
         name = text_of(call.func) if isinstance(call, ast.Call) else ""
         return call if name == "dict" or _HOLDS.search(name) else None
     if isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1].startswith("save"):
-        return parent
+        return None if _is_on_tpu(outline, parent) else parent
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
         return parent
     return _stored(outline, parent) if isinstance(parent, ast.Assign) else None
+
+
+def _is_on_tpu(outline: Outline, call: ast.Call) -> bool:
+    """Whether `xm.save` writes the checkpoint, in a file without the scaler of torch_xla: a TPU needs none."""
+    is_xla = outline.names.full(call.func).startswith("torch_xla.")
+    return is_xla and not any(name.startswith("torch_xla.amp") for name in outline.names.table.values())
 
 
 def _stays(outline: Outline, states: ast.Dict) -> bool:
