@@ -124,19 +124,18 @@ def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
 
 
 def _stays(outline: Outline, states: ast.Dict) -> bool:
-    """Whether a dictionary stays in memory: a variable of a function of which only entries are read, for the end of the run."""
+    """Whether a dictionary stays in memory: a variable of which at most entries are read. Its `torch.save` may be commented out."""
     assign = outline.parents.get(states)
-    name = assign.targets[0] if isinstance(assign, ast.Assign) else None
+    name = assign.targets[0] if isinstance(assign, ast.Assign) and len(assign.targets) == 1 else None
     scope: ast.AST | None = assign
-    while scope is not None and not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    while scope is not None and not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
         scope = outline.parents.get(scope)
     if not isinstance(name, ast.Name) or scope is None:
         return False
-    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name.id and isinstance(n.ctx, ast.Load)]
-    entries = [n for n in uses if isinstance(outline.parents.get(n), ast.Subscript)]
-    return bool(entries) and all(
-        n in entries or isinstance(outline.parents.get(n), (ast.Compare, ast.If)) for n in uses
-    )
+    names = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name.id]
+    shared = any(isinstance(n, (ast.Global, ast.Nonlocal)) and name.id in n.names for n in ast.walk(scope))
+    above = [outline.parents.get(n) for n in names if isinstance(n.ctx, ast.Load)]
+    return not shared and all(isinstance(parent, (ast.Subscript, ast.Compare, ast.If)) for parent in above)
 
 
 def _stored(outline: Outline, assign: ast.Assign) -> ast.AST | None:
