@@ -182,3 +182,25 @@ FAKES = "with torch.no_grad(): fakes = model(x)"
 def test_a_forward_without_gradients_before_the_backward_is_part_of_training(before, after, expected):
     """What a step computes for its own loss validates nothing; after the backward it may."""
     assert lines(STEP.format(before=before, after=after), "HS149") == expected
+
+
+BUILT = """\
+import torch
+from .saving import build_checkpoint
+optimizer.load_state_dict(torch.load(path)["optimizer"])
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save(build_checkpoint(model=model, {parts}), path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [("optimizer=optimizer, scaler=scaler", []), ("epoch=epoch", []), ("optimizer=optimizer", [9])],
+)
+def test_a_checkpoint_that_another_file_puts_together_has_what_it_receives(parts, expected):
+    """The arguments of the function whose result is saved are the parts of the checkpoint."""
+    assert lines(BUILT.format(parts=parts), "HS170") == expected

@@ -31,6 +31,7 @@ __all__ = [
     "earlier",
     "exclusive",
     "implied",
+    "in_other_precision",
     "in_training_step",
     "is_amp",
     "is_setting",
@@ -266,6 +267,15 @@ def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
 def is_amp(guard: tuple[str, bool]) -> bool:
     """Whether a condition, a `Guard` or a pair like it, tests if mixed precision is on."""
     return bool(_AMP.search(guard[0]))
+
+
+def in_other_precision(script: Script, a: ast.AST, b: ast.AST) -> bool:
+    """Whether of two nodes one is where mixed precision is on, and the other in the `else` of that."""
+    ways = [(a, *script.above(a)), (b, *script.above(b))]
+    branch = next((n for n in ways[0] if n in ways[1]), None)
+    if not isinstance(branch, ast.If) or not (is_amp((text_of(branch.test), True)) or "apex" in text_of(branch.test)):
+        return False
+    return len({way[way.index(branch) - 1] in branch.orelse for way in ways}) == 2
 
 
 def without_amp(event: Event) -> bool:

@@ -39,6 +39,8 @@ _SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settin
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
 _HOLDS = regex(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$")
+# Functions of another file whose result is saved: `torch.save(build_checkpoint(model, optimizer), path)`.
+_BUILDS = regex(r"(^|\.)_*(build|make|create|pack|compose|assemble|prepare)_(\w+_)?(checkpoint|ckpt|snapshot)(_\w+)?$")
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -208,7 +210,8 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
         parts = node.values
     elif isinstance(node, ast.Call):
         name = key_of(node.func)
-        if name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
+        is_built = bool(_BUILDS.search(name)) and outline.call_target(node, function) is None
+        if is_built or name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
             parts = [*node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node.func, ast.Attribute) and node.func.attr in {"items", "values"}:
             parts = [node.func.value]
