@@ -129,3 +129,63 @@ def test_the_loss_of_a_trainer_that_ignores_the_number_of_tokens(changes, expect
     """The Trainer divides nothing where the model takes `**kwargs`: its own compute_loss has to use `num_items_in_batch`."""
     text = TRAINER.format(**{"extra": "**kwargs", "passed": "", "divided": "", "steps": "4", **changes})
     assert reported(text) == expected
+
+
+ONE_PRECISION = """\
+import torch
+from apex import amp
+for i, (x, y) in enumerate(loader):
+    loss = loss_fn(model(x), y)
+    if {test}:
+        with amp.scale_loss(loss / accumulation_steps, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        {otherwise}.backward()
+    if (i + 1) % accumulation_steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "otherwise", "expected"),
+    [
+        ("args.apex", "loss", [9]),
+        ("use_amp", "loss", [9]),
+        ("args.apex", "(loss / accumulation_steps)", []),
+        ("accumulation_steps > 1", "loss", []),
+    ],
+)
+def test_a_division_in_mixed_precision_is_none_without_it(test, otherwise, expected):
+    """Each branch has its own backward: the quotient of one does not reach the other, unless the test is about the window."""
+    assert reported(ONE_PRECISION.format(test=test, otherwise=otherwise)) == expected
+
+
+def test_a_loss_that_no_precision_divides_is_reported_once():
+    """At the first of the two backwards."""
+    text = ONE_PRECISION.format(test="use_amp", otherwise="loss").replace("loss / accumulation_steps", "loss")
+    assert reported(text) == [7]
+
+
+FLAGGED = """\
+import torch
+class Learner:
+    def train_step(self, x, accumulate=False):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.model(x).mean()
+        if {test}:
+            loss = loss / self.accumulation_steps
+        loss.backward()
+        if not accumulate:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+    def fit(self):
+        for i, x in enumerate(self.loader):
+            self.train_step(x, accumulate=(i % self.accumulation_steps != self.accumulation_steps - 1))
+"""
+
+
+@pytest.mark.parametrize(("test", "expected"), [("accumulate", [6]), ("self.accumulation_steps > 1", []), ("True", [])])
+def test_the_micro_batch_before_the_step_is_divided_too(test, expected):
+    """Its gradients are added to those of the others, and weigh as much as all of them if only they are divided."""
+    assert reported(FLAGGED.format(test=test)) == expected

@@ -11,27 +11,36 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.divisions import (
     Divisions,
     assignments_before,
+    bindings_before,
     computed_apart,
     divided_by,
     divides_gradients,
     is_own_mean,
+    names_in,
+    undivided_end,
 )
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.flow.order import STEPS, TraceRule
+from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, depth_without_optimizers
+from halfstep.check.script.flow.window import (
+    ACCUMULATION,
+    Window,
+    abandons,
+    accumulated_over,
+    branched,
+    depth_without_optimizers,
+)
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_loss
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 
@@ -53,11 +62,6 @@ _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = regex(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
-
-
-def _names(node: ast.AST) -> set[str]:
-    parts = list(ast.walk(node))
-    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
 
 
 def _divisions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
@@ -116,7 +120,8 @@ class LossNotDivided(TraceRule):
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         others = [e for e in others if e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards)]
-        if any(not computed_apart(script, e, event, key_of(_loss_of(event))) for e in others):
+        others = [e for e in others if not computed_apart(script, e, event, key_of(_loss_of(event)))]
+        if not all(in_other_precision(script, e.node, event.node) and self._divided(script, last, e) for e in others):
             return None  # reported at the first backward
         if (
             window.by_loop
@@ -127,6 +132,12 @@ class LossNotDivided(TraceRule):
                 script.where(event.node),
                 f"the loop runs `{length}` micro-batches, but the loss is not divided by `{part}`: gradients are too large by that factor",
                 instead=f"loss = loss / ({length})",
+            )
+        if (test := undivided_end(script, event, window.step, last)) and not divides_gradients(script.outline):
+            return self.finding(
+                script.where(test),
+                f"the loss is divided by `{length}` only if `{text_of(test.test)}`: that of the micro-batch before the step is not",
+                instead=f"loss = loss / {length} for every micro-batch",
             )
         if self._divided(script, last, event) or self._weighted(script, event) or divides_gradients(script.outline):
             return None
@@ -157,7 +168,7 @@ class LossNotDivided(TraceRule):
         known = tuple(g for g in event.guards if g not in event.accumulating or "%" not in g.text)
         cleared = [e for e in cleared if possible(known, e.guards)]
         if window.by_loop:
-            cleared = [e for e in cleared if not _abandons(script, e)]
+            cleared = [e for e in cleared if not abandons(script, e)]
             return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
         return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
@@ -165,7 +176,7 @@ class LossNotDivided(TraceRule):
     def _divided(self, script: Script, last: str, event: Event) -> bool:
         """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
         for node, divisor, divided in _divisions(script):
-            if _NUMBER.search(divided):
+            if _NUMBER.search(divided) or in_other_precision(script, node, event.node):
                 continue
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
                 _COUNTS.search(divided) and not _LOSS.search(divided)
@@ -229,10 +240,10 @@ class LossNotDivided(TraceRule):
     @staticmethod
     def _behind(script: Script, event: Event, rounds: int = 2) -> set[str]:
         """The names from which the loss of a backward is computed, directly or through some assignments."""
-        names = _names(event.node)
+        names = names_in(event.node)
         for _ in range(rounds):
-            bound = [b for name in names - {"self"} for b in _before(script, name, event)[:MAX_BINDINGS]]
-            names |= {name for b in bound if b.value is not None for name in _names(b.value)}
+            bound = [b for name in names - {"self"} for b in bindings_before(script, name, event)[:MAX_BINDINGS]]
+            names |= {name for b in bound if b.value is not None for name in names_in(b.value)}
         return names
 
     @staticmethod
@@ -247,7 +258,7 @@ class LossNotDivided(TraceRule):
         """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         names |= {name for name in self._behind(script, event, rounds=1) if name.endswith("loss")}  # `loss * scale`
-        bound = [b for name in names - {"", "self"} for b in _before(script, name, event)]
+        bound = [b for name in names - {"", "self"} for b in bindings_before(script, name, event)]
         bound = [b for b in bound if not in_no_grad(script, b.node)]  # of a validation
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
         sizes = _batch_sizes(script)
@@ -310,7 +321,9 @@ def _batch_sizes(script: Script) -> set[str]:
 def _is_mean(script: Script, event: Event) -> bool:
     """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, `output.loss`, or a loss function as torch.nn has it."""
     loss = _loss_of(event)
-    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
+    values = (
+        [b.value for b in bindings_before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
+    )
     return bool(values) and all(
         _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
         for v in values
@@ -326,20 +339,6 @@ def _loss_of(event: Event) -> ast.expr | None:
     if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult) and "scale" in text_of(loss.right):
         loss = loss.left  # (loss * loss_scale).backward()
     return loss
-
-
-def _abandons(script: Script, event: Event) -> bool:
-    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`."""
-    parents = itertools.takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node))
-    blocks = [block for n in parents if isinstance(n, ast.If) for block in (n.body, n.orelse)]
-    return any(script.statement(event.node) in block and leaves_block(block) for block in blocks)
-
-
-def _before(script: Script, name: str, event: Event) -> list[Binding]:
-    """The assignments that may bind a variable at an event: those before it, where its own function has any."""
-    every = script.outline.lookup(name, event.function)
-    line = getattr(event.node, "lineno", 0)
-    return [b for b in every if b.function is event.function and getattr(b.node, "lineno", 0) <= line] or every
 
 
 class LossDividedTwice(TraceRule):

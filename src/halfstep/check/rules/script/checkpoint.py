@@ -61,6 +61,7 @@ _OTHERS = regex(
 )
 _BEST = regex(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
+_TPU = regex(r"^\(?[\w.]*(tpu|xla)[\w.]*(\(\))?\)?$", re.IGNORECASE)  # `is_torch_tpu_available()`, `args.tpu`
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
@@ -158,8 +159,14 @@ class ScalerNotSaved(ScriptRule):
         yield from self._owned(script)
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
         for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
+            if _is_of_tpu(script, event):
+                continue
             scaler = _stepped_with(script, event, steps)
-            if scaler and entry_of(script.outline, event.node) is not None:
+            if (
+                scaler
+                and entry_of(script.outline, event.node) is not None
+                and not _has_owner(script, event, scaler, steps)
+            ):
                 saved.setdefault(_place(script, event), (event, scaler, _purpose(script, event)))
         resumed = [s for s in saved.items() if s[1][2] == "resumed"]
         # Only resuming needs an optimizer. Where nothing here restores one, a single advice is enough, at a checkpoint that is written regularly.
@@ -191,6 +198,27 @@ class ScalerNotSaved(ScriptRule):
                     f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}a resumed run restarts at the initial scale",
                     instead=f"{owner.key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
                 )
+
+
+def _is_of_tpu(script: Script, event: Event) -> bool:
+    """Whether a checkpoint is written only on a TPU, `xm.save(...)`, where `xm.optimizer_step` steps and nothing is scaled."""
+    calls = [n for n in script.above(event.node) if isinstance(n, ast.Call)]
+    return any(script.outline.names.full(call.func).startswith("torch_xla.") for call in calls) or any(
+        is_true and _TPU.search(text) for text, is_true in event.guards
+    )
+
+
+def _has_owner(script: Script, event: Event, scaler: str, steps: list[Event]) -> bool:
+    """Whether a call of another file has the object whose scaler steps: `CheckpointManager(accelerator).save(optimizer)`."""
+    if not isinstance(event.node, ast.Call) or script.outline.call_target(event.node, event.function) is not None:
+        return False
+    functions = {id(e.function): e.function for e in steps if e.scaler == scaler}.values()
+    keys = {key_of(value) for function in functions for value in script.outline.values(scaler, function)} | {scaler}
+    owners = {key.rpartition(".")[0] for key in keys} - {"", "self"}
+    receiver = key_of(event.node.func.value) if isinstance(event.node.func, ast.Attribute) else ""
+    created = script.outline.values(receiver, event.function) if receiver else []
+    calls = [event.node, *(value for value in created if isinstance(value, ast.Call))]
+    return any(key_of(value) in owners for call in calls for value in arguments_of(call))
 
 
 def _place(script: Script, event: Event) -> ast.AST:

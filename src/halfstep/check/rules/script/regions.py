@@ -11,11 +11,11 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, switched_off
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, scalers_at, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.values import Autocast, autocasts_of, constant, text_of
+from halfstep.check.script.objects.values import Autocast, Scaler, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -26,6 +26,7 @@ __all__ = ["RULES"]
 _SIXTEEN = regex(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
+_FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
 _LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
 _WRAPPERS = (
     "torch.nn.DataParallel",
@@ -117,7 +118,7 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or not all(map(_computes_float32, autocasts)):
             return None
         is_off = all(a.enabled == "no" for a in autocasts)
-        if not is_off and _casts(trace):
+        if not is_off and (_casts(trace) or any(_is_for_float16(script, s) for s in scalers_at(script, event))):
             return None
         before = [e for e in trace if e.loops[:1] == event.loops[:1] and compatible(e, event)]
         forwards = [e for e in before if e.kind == "forward" and not e.inside("no_grad")]
@@ -215,6 +216,12 @@ def _is_off(script: Script, guard: Guard) -> bool:
     value = constant(bindings[0].value) if len(bindings) == 1 and bindings[0].function is script.outline.module else ...
     is_parameter = any(guard.text in function.params for function in script.outline.functions)
     return isinstance(value, bool) and value is not guard.is_true and not is_parameter
+
+
+def _is_for_float16(script: Script, scaler: Scaler) -> bool:
+    """Whether a scaler is enabled only for float16, `enabled=dtype == "float16"`: a region of another dtype has it disabled."""
+    values = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
+    return any(_FLOAT16.search(text) for text in (scaler.enabled, *map(text_of, values)))
 
 
 def _computes_float32(autocast: Autocast) -> bool:

@@ -11,7 +11,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, is_amp, loops_around, without_amp
+from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
 from halfstep.check.script.flow.phases import only_in_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import options_of
@@ -133,7 +133,7 @@ class EvaluationWithoutAutocast(ScriptRule):
                 )
                 return
         nodes = {e.node for e in trained}
-        for event in without[:MAX_FORWARDS]:
+        for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
             if event.autocast() or event.inside("owned"):
                 continue
             if event.inside("autocast") and not (_is_validation(script, event) and _is_off(event)):

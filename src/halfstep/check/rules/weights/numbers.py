@@ -165,6 +165,11 @@ def _is_half(script: Script, node: ast.expr, function: Function) -> bool:
     return False
 
 
+_RECORDS = regex(
+    r"(^|[._])(print|info|debug|warning|log|dump|dumps|(write|save|dump)_(json|yaml|metadata|manifest|report))$"
+)
+
+
 class EmulatedBf16(ScriptRule):
     """bfloat16 is chosen by a query that is also true for GPUs that only emulate it."""
 
@@ -189,12 +194,14 @@ class EmulatedBf16(ScriptRule):
         looked_up = [call for call, _ in script.outline.calls.get("getattr", ()) if len(call.args) > 1]
         for query in (c for c in looked_up if constant(c.args[1]) == "is_bf16_supported"):
             call = script.outline.parents.get(query)  # `getattr(torch.cuda, "is_bf16_supported", lambda: False)()`
-            if isinstance(call, ast.Call) and call.func is query and not call.args and not call.keywords:
+            is_query = isinstance(call, ast.Call) and call.func is query and not call.args and not call.keywords
+            if isinstance(call, ast.Call) and is_query and not _is_recorded(script, call):
                 yield self._report(script, call)
         for call, _ in script.outline.calls.get("is_bf16_supported", ()):
             # A module that a function receives has no full name: `torch_module.cuda.is_bf16_supported()`.
             name = script.outline.names.full(call.func) or text_of(call.func)
-            if name.endswith(".cuda.is_bf16_supported") and not call.args and not call.keywords:
+            is_query = name.endswith(".cuda.is_bf16_supported") and not call.args and not call.keywords
+            if is_query and not _is_recorded(script, call):
                 yield self._report(script, call)
 
     def _report(self, script: Script, call: ast.Call) -> Finding:
@@ -203,6 +210,19 @@ class EmulatedBf16(ScriptRule):
             "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",
             instead="torch.cuda.is_bf16_supported(including_emulation=False)",
         )
+
+
+def _is_recorded(script: Script, call: ast.Call) -> bool:
+    """Whether the answer is only printed, or written into a file as an entry of a dictionary, and so chooses nothing."""
+    inside: ast.AST = call
+    for node in script.above(call):
+        if isinstance(node, ast.Call):
+            return inside is not node.func and bool(_RECORDS.search(text_of(node.func)))
+        chosen = isinstance(node, (ast.IfExp, ast.BoolOp)) and inside is not getattr(node, "body", None)
+        if isinstance(node, (ast.stmt, ast.Lambda)) or chosen:
+            return False
+        inside = node
+    return False
 
 
 class Fp8EveryLayer(ScriptRule):

@@ -8,20 +8,24 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.outline import Binding, Outline
 
 __all__ = [
     "Assignment",
     "Divisions",
     "assignments_before",
+    "bindings_before",
     "computed_apart",
     "divided_by",
     "divides_gradients",
     "is_own_mean",
+    "names_in",
+    "undivided_end",
 ]
 
 _FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
@@ -29,6 +33,12 @@ _DIVIDES = {"div", "div_", "divide", "true_divide"}
 _ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
 _RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The variables and attributes in an expression or statement."""
+    parts = list(ast.walk(node))
+    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
 
 
 def divided_by(node: ast.AST) -> list[str]:
@@ -125,6 +135,36 @@ def divides_gradients(outline: Outline) -> bool:
         return True
     assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
     return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
+
+
+def undivided_end(script: Script, event: Event, step: Event, divisor: str) -> ast.If | None:
+    """The test that divides every loss but that of the last micro-batch: `if not last: loss = loss / n`, with a step `if last:`."""
+    statement = script.statement(event.node)
+    blocks = blocks_of(script.outline.parents.get(statement)) if statement is not None else []
+    before = [s for block in blocks if statement in block for s in block[: block.index(statement)]]
+    ends = {_plain(text, is_true) for text, is_true in conditions_of(script.outline, step.node)}
+    for test in (s for s in before if isinstance(s, ast.If) and len(s.body) == 1 and not s.orelse):
+        text, is_true = _plain(text_of(test.test), True)
+        is_flag = text in event.function.params or any(guard.text == text for guard in step.accumulating)
+        here, every = (
+            [part for part in divided_by(node) if divisor in part.split(".")]
+            for node in (test.body[0], event.function.node)
+        )
+        if step.function is event.function and is_flag and (text, not is_true) in ends and here == every != []:
+            return test
+    return None
+
+
+def _plain(text: str, is_true: bool) -> tuple[str, bool]:
+    """A condition without `not`."""
+    return (text[4:], not is_true) if text.startswith("not ") else (text, is_true)
+
+
+def bindings_before(script: Script, name: str, event: Event) -> list[Binding]:
+    """The assignments that may bind a variable at an event: those before it, where its own function has any."""
+    every = script.outline.lookup(name, event.function)
+    line = getattr(event.node, "lineno", 0)
+    return [b for b in every if b.function is event.function and getattr(b.node, "lineno", 0) <= line] or every
 
 
 def computed_apart(script: Script, a: Event, b: Event, loss: str) -> bool:

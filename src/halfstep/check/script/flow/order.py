@@ -17,7 +17,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import Scaler, argument, make_scaler
+from halfstep.check.script.objects.values import Scaler, argument, make_scaler, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import is_one, key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -31,6 +31,8 @@ __all__ = [
     "earlier",
     "exclusive",
     "implied",
+    "in_other_precision",
+    "in_training_step",
     "is_amp",
     "is_setting",
     "later",
@@ -222,6 +224,18 @@ def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
     return loops
 
 
+def in_training_step(script: Script, event: Event) -> bool:
+    """Whether each pass of the loop around an event runs a backward after it, and evaluates nothing: the fakes for a discriminator."""
+    loop = next(iter(reversed(_loops_of(script, event.node))), None)
+    inner = list(script.above(event.node))
+    if loop is None or any(isinstance(n, (ast.If, ast.Try)) for n in inner[: inner.index(loop)]):
+        return False
+    methods = [n for n in ast.walk(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    backwards = [n for n in methods if text_of(n.func).endswith("backward") and _loops_of(script, n)[-1:] == [loop]]
+    after = any(call.lineno > getattr(event.node, "lineno", 0) for call in backwards)
+    return after and not any(text_of(n.func).endswith(".eval") for n in methods)
+
+
 def changes_in_loop(script: Script, event: Event) -> bool:
     """Whether a step's optimizer may be another in each iteration, or the step may end its loop."""
     if not is_one(event.local.optimizer) or not is_one(event.optimizer):
@@ -253,6 +267,15 @@ def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
 def is_amp(guard: tuple[str, bool]) -> bool:
     """Whether a condition, a `Guard` or a pair like it, tests if mixed precision is on."""
     return bool(_AMP.search(guard[0]))
+
+
+def in_other_precision(script: Script, a: ast.AST, b: ast.AST) -> bool:
+    """Whether of two nodes one is where mixed precision is on, and the other in the `else` of that."""
+    ways = [(a, *script.above(a)), (b, *script.above(b))]
+    branch = next((n for n in ways[0] if n in ways[1]), None)
+    if not isinstance(branch, ast.If) or not (is_amp((text_of(branch.test), True)) or "apex" in text_of(branch.test)):
+        return False
+    return len({way[way.index(branch) - 1] in branch.orelse for way in ways}) == 2
 
 
 def without_amp(event: Event) -> bool:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
@@ -23,6 +25,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS
 __all__ = [
     "ACCUMULATION",
     "Window",
+    "abandons",
     "accumulated_over",
     "branched",
     "contexts_before",
@@ -160,6 +163,13 @@ def branched(trace: Trace, event: Event) -> list[Guard]:
         # Two branches with a step each are two models in turn.
         and not any(e.kind in STEPS for e in branch)
     ]
+
+
+def abandons(script: Script, event: Event) -> bool:
+    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`."""
+    parents = takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node))
+    blocks = [block for n in parents if isinstance(n, ast.If) for block in (n.body, n.orelse)]
+    return any(script.statement(event.node) in block and leaves_block(block) for block in blocks)
 
 
 def depth_without_optimizers(script: Script, step: Event) -> int:

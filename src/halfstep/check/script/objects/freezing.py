@@ -17,6 +17,7 @@ __all__ = [
     "freezes",
     "freezing_loops",
     "keeps_low",
+    "may_be_frozen",
     "restored_layers",
     "restoring_loop",
     "trains_part_of",
@@ -214,6 +215,17 @@ def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) ->
         if any(lineage.has(owner, function) for owner in owners) and not _has_new_layers(lineage):
             return True
     return False
+
+
+def may_be_frozen(lineage: Lineage) -> bool:
+    """Whether a function of another file attaches parts to a model whose embeddings are frozen: only those need gradients of their inputs."""
+    outline = lineage.outline
+    asked = [(c.func, f) for c, f in outline.calls.get("enable_input_require_grads", ())]
+    if not any(isinstance(func, ast.Attribute) and lineage.has(key_of(func.value), f) for func, f in asked):
+        return False
+    sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]
+    foreign = [site for site in sites if outline.call_target(site.call, site.function) is None]
+    return any(lineage.has(key_of(a), function) for call, function in foreign for a in call.args)
 
 
 def _has_new_layers(lineage: Lineage) -> bool:

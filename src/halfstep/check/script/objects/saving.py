@@ -39,6 +39,8 @@ _SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settin
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
 _HOLDS = regex(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$")
+# Functions of another file whose result is saved: `torch.save(build_checkpoint(model, optimizer), path)`.
+_BUILDS = regex(r"(^|\.)_*(build|make|create|pack|compose|assemble|prepare)_(\w+_)?(checkpoint|ckpt|snapshot)(_\w+)?$")
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -130,19 +132,18 @@ def _is_on_tpu(outline: Outline, call: ast.Call) -> bool:
 
 
 def _stays(outline: Outline, states: ast.Dict) -> bool:
-    """Whether a dictionary stays in memory: a variable of a function of which only entries are read, for the end of the run."""
+    """Whether a dictionary stays in memory: a variable of which at most entries are read. Its `torch.save` may be commented out."""
     assign = outline.parents.get(states)
-    name = assign.targets[0] if isinstance(assign, ast.Assign) else None
+    name = assign.targets[0] if isinstance(assign, ast.Assign) and len(assign.targets) == 1 else None
     scope: ast.AST | None = assign
-    while scope is not None and not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    while scope is not None and not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
         scope = outline.parents.get(scope)
     if not isinstance(name, ast.Name) or scope is None:
         return False
-    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name.id and isinstance(n.ctx, ast.Load)]
-    entries = [n for n in uses if isinstance(outline.parents.get(n), ast.Subscript)]
-    return bool(entries) and all(
-        n in entries or isinstance(outline.parents.get(n), (ast.Compare, ast.If)) for n in uses
-    )
+    names = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name.id]
+    shared = any(isinstance(n, (ast.Global, ast.Nonlocal)) and name.id in n.names for n in ast.walk(scope))
+    above = [outline.parents.get(n) for n in names if isinstance(n.ctx, ast.Load)]
+    return not shared and all(isinstance(parent, (ast.Subscript, ast.Compare, ast.If)) for parent in above)
 
 
 def _stored(outline: Outline, assign: ast.Assign) -> ast.AST | None:
@@ -215,7 +216,8 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
         parts = node.values
     elif isinstance(node, ast.Call):
         name = key_of(node.func)
-        if name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
+        is_built = bool(_BUILDS.search(name)) and outline.call_target(node, function) is None
+        if is_built or name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
             parts = [*node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node.func, ast.Attribute) and node.func.attr in {"items", "values"}:
             parts = [node.func.value]

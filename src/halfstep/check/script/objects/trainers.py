@@ -39,6 +39,7 @@ _ENGINES = regex(r"deepspeed|fsdp", re.IGNORECASE)
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _SEVERAL = regex(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
 _TRAINER = regex(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
+_PLAIN_BASES = {"", "object", "ABC", "abc.ABC"}  # "": Generic[T]
 # What tells the Trainer that it has to divide the loss, or divides it.
 _SCALES = regex(
     r"loss_is_scaled_for_ga|model_accepts_loss_kwargs|accepts_loss_kwargs|current_gradient_accumulation_steps"
@@ -49,6 +50,8 @@ PARSES = regex(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgument
 def is_trainer(outline: Outline, name: str) -> bool:
     """Whether a class is a Trainer, by its name or by that of its base class; also a variable that chooses one of several."""
     bases = outline.bases.get(name, ()) if name not in outline.names.table else ()
+    if name in outline.classes and name not in outline.names.table and {key_of(b) for b in bases} <= _PLAIN_BASES:
+        return False  # a class of this file with its own loop
     values = [b.value for b in outline.bindings.get(name, ()) if b.index is None]
     arms = [key_of(arm) for value in values if value is not None for arm in arms_of(value)]
     is_variable = bool(arms) and None not in values and all(arm.endswith("Trainer") for arm in arms)

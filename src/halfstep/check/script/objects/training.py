@@ -32,6 +32,7 @@ from halfstep.check.script.objects.freezing import (
     freezing_loops,
     is_switched_on,
     keeps_low,
+    may_be_frozen,
     trains_part_of,
 )
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
@@ -288,6 +289,8 @@ class Training:
     def _is_spared(self, lineage: Lineage) -> bool:
         """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
         if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
+            return True
+        if may_be_frozen(lineage):
             return True
         outline = self.outline
         is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)

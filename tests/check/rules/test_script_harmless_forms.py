@@ -1,0 +1,206 @@
+"""Further forms of public scripts that look like a mistake and are none, each with the nearest form that is one."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def lines(text, code):
+    """The lines at which a rule reports something."""
+    return [f.line for f in findings(text, code)]
+
+
+UNWRITTEN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+if resume:
+    checkpoint = torch.load(path)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+for x in loader:
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    checkpoint = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+    {write}
+"""
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"), [("# torch.save(checkpoint, path)", []), ("torch.save(checkpoint, path)", [10])]
+)
+def test_a_checkpoint_that_is_never_written_lacks_nothing(write, expected):
+    """A dictionary of a script whose `torch.save` is commented out is no checkpoint."""
+    assert lines(UNWRITTEN.format(write=write), "HS170") == expected
+
+
+MANAGED = """\
+import torch
+from .saving import Manager
+class Trainer:
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.states = Manager(self.folder, {owner})
+    def fit(self):
+        self.optimizer.load_state_dict(torch.load(self.path))
+        for x in self.loader:
+            scaler = self.accelerator.scaler
+            self.accelerator.backward(self.model(x))
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.store()
+    def store(self):
+        self.states.save_checkpoint(self.step, self.optimizer)
+"""
+
+
+@pytest.mark.parametrize(("owner", "expected"), [("self.accelerator", []), ("self.model", [17])])
+def test_an_object_that_has_the_owner_of_the_scaler_may_save_its_state(owner, expected):
+    """The class of another file that writes the checkpoint received the accelerator, whose scaler it can save."""
+    assert lines(MANAGED.format(owner=owner), "HS170") == expected
+
+
+DEVICES = """\
+import torch
+{imports}
+scaler = torch.amp.GradScaler("cuda")
+optimizer.load_state_dict(torch.load(path))
+for x in loader:
+    scaler.scale(model(x)).backward()
+    if has_tpu():
+        xm.optimizer_step(optimizer)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    if {condition}:
+        {module}.save(optimizer.state_dict(), path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "condition", "module", "expected"),
+    [
+        ("import torch_xla.core.xla_model as xm", "step % 100 == 0", "xm", []),
+        ("", "has_tpu()", "xm", []),
+        ("", "is_main()", "torch", [13]),
+    ],
+)
+def test_a_tpu_has_no_scaler(imports, condition, module, expected):
+    """What only a TPU writes belongs to steps that no scaler takes."""
+    text = DEVICES.format(imports=imports, condition=condition, module=module)
+    assert lines(text, "HS170") == expected
+
+
+CHOSEN = """\
+import torch
+ctx = torch.amp.autocast("cuda", dtype=torch.float32)
+scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+for x, y in loader:
+    with ctx:
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(("enabled", "expected"), [('(args.dtype == "float16")', []), ("args.amp", [7])])
+def test_a_scaler_that_is_only_for_float16_is_off_in_a_float32_region(enabled, expected):
+    """Where the region has another dtype than float16, the scaler passes everything through."""
+    assert lines(CHOSEN.format(enabled=enabled), "HS134") == expected
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ('write_json(path, {"bf16": torch.cuda.is_bf16_supported()})', []),
+        ("print('bf16', torch.cuda.is_bf16_supported())", []),
+        ("print('bf16' if torch.cuda.is_bf16_supported() else 'fp16')", [2]),
+        ("train({'bf16': torch.cuda.is_bf16_supported()})", [2]),
+        ("settings = {'bf16': torch.cuda.is_bf16_supported()}", [2]),
+    ],
+)
+def test_an_answer_that_is_only_recorded_chooses_no_format(use, expected):
+    """A record of the machine may say that bfloat16 is emulated."""
+    assert lines(f"import torch\n{use}\n", "HS167") == expected
+
+
+TRAINER = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from .parts import {function}
+{cls}
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+{function}(model, 3)
+{asked}
+trainer = {trainer}(model=model, args=TrainingArguments(output_dir="x", bf16=True), train_dataset=data)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [("class OwnTrainer: pass", []), ("class OwnTrainer(object): pass", []), ("class OwnTrainer(Trainer): pass", [5])],
+)
+def test_a_class_with_its_own_loop_is_no_trainer_of_transformers(cls, expected):
+    """Only the name ends in Trainer: what trains the weights is in the class."""
+    text = TRAINER.format(function="report", cls=cls, asked="", trainer="OwnTrainer")
+    assert lines(text, "HS277") == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "asked", "expected"),
+    [
+        ("add_vectors", "model.enable_input_require_grads()", []),
+        ("add_vectors", "", [5]),
+        ("report", "model.enable_input_require_grads()", [5]),
+    ],
+)
+def test_parts_of_another_file_may_be_all_that_is_trained(function, asked, expected):
+    """A model needs gradients of its inputs where its embeddings are frozen, here by the function that attaches the parts."""
+    text = TRAINER.format(function=function, cls="", asked=asked, trainer="Trainer")
+    assert lines(text, "HS277") == expected
+
+
+STEP = """\
+import torch
+for x, y in loader:
+    {before}
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    {after}
+"""
+FAKES = "with torch.no_grad(): fakes = model(x)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(FAKES, "", []), ("", FAKES, [8]), (FAKES, "model.eval()", [3])],
+)
+def test_a_forward_without_gradients_before_the_backward_is_part_of_training(before, after, expected):
+    """What a step computes for its own loss validates nothing; after the backward it may."""
+    assert lines(STEP.format(before=before, after=after), "HS149") == expected
+
+
+BUILT = """\
+import torch
+from .saving import build_checkpoint
+optimizer.load_state_dict(torch.load(path)["optimizer"])
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save(build_checkpoint(model=model, {parts}), path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [("optimizer=optimizer, scaler=scaler", []), ("epoch=epoch", []), ("optimizer=optimizer", [9])],
+)
+def test_a_checkpoint_that_another_file_puts_together_has_what_it_receives(parts, expected):
+    """The arguments of the function whose result is saved are the parts of the checkpoint."""
+    assert lines(BUILT.format(parts=parts), "HS170") == expected
