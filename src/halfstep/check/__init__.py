@@ -20,7 +20,8 @@ imports only from the lines after it:
     files/                      bytes to text and back, notebooks, findings about unreadable files (HS0xx)
     rule  examples              base classes, and how to write a rule; loops that examples vary
     finding  settings           the values that everything else passes around
-    pins  regex                 the versions of libraries that a program runs with; expressions compiled on first use
+    pins                        the versions of libraries that a program runs with
+    regex                       expressions compiled on first use
 """
 
 from halfstep.check.finding import Edit, Finding, Fix
