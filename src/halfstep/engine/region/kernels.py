@@ -17,7 +17,7 @@ import torch
 
 from halfstep.engine.region.casts import Make, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
-from halfstep.engine.region.tables import KEYS, exclude_key
+from halfstep.engine.region.tables import KEYS, exclude_key, is_excluded
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.operations import (
     BROADCAST_BACK,
@@ -139,11 +139,12 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
     run = run_in_autocast("fp32")(operation, device_type)
 
     def in_fp32(_: Any, *args: Any, **kwargs: Any) -> Any:
+        before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
             return run(args, kwargs)
         finally:
-            exclude_key(own_key, False)
+            exclude_key(own_key, before)
 
     return in_fp32
 
@@ -160,11 +161,12 @@ def _kernel(
         rule = current_rule()
         run = run_lean if rule is _LEAN else run_autocast if rule is _AUTOCAST else None
         if run is not None:
+            before = is_excluded(own_key)
             exclude_key(own_key, True)
             try:
                 return run(args, kwargs)
             finally:
-                exclude_key(own_key, False)
+                exclude_key(own_key, before)
         if torchs_own is not None:
             return torchs_own(keys, *args, **kwargs)
         return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered

@@ -34,8 +34,10 @@ from halfstep.precision.formats import DTYPES_16_BIT
 __all__ = ["KEYS", "recognise_tables"]
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-# How an autocast kernel redispatches. torch's guard object does the same, in three times the time.
+# How an autocast kernel redispatches. torch's guard object does the same, in twice the time. What was excluded before stays so:
+# torch calls Python kernels directly when it traces, and "excluded" is also how it stores that autocast is off.
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded  # noqa: SLF001
+is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # those of a plan are fake; no other subclass is looked into
 
@@ -99,11 +101,12 @@ def _kernel(operation: Any, own_key: Any) -> Callable[..., Any]:
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
+        before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
             return call(a, b, **kwargs)
         finally:
-            exclude_key(own_key, False)
+            exclude_key(own_key, before)
 
     return kernel
 
@@ -117,11 +120,12 @@ def _concatenation(own_key: Any) -> Callable[..., Any]:
             if dtype in DTYPES_16_BIT and any(_is_buffer(t) for t in tensors):
                 record_16_bits("cat with an fp32 buffer")
                 tensors = [_rounded(t, dtype) if _is_buffer(t) else t for t in tensors]
+        before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
             return torch.cat(tensors, dim)  # of several dtypes, the widest, as autocast has it
         finally:
-            exclude_key(own_key, False)
+            exclude_key(own_key, before)
 
     return kernel
 
