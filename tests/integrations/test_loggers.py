@@ -199,6 +199,35 @@ def test_mlflow_has_the_metrics_parameters_and_messages_of_a_resumed_run(store, 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @needs("mlflow")
+def test_mlflow_has_every_value_of_many_metrics_and_steps(store):
+    """More metrics than MLflow takes in one request, and steps faster than it writes."""
+    logger = MlflowLogger("many")
+    logger.scalars({f"layer/{i}": i for i in range(1100)}, 0)
+    for step in range(1, 6):
+        logger.scalars({f"group{step}/{i}": i for i in range(20)}, step)
+    logger.close()
+    (written,) = store.search_runs([store.get_experiment_by_name("many").experiment_id])
+    assert len(written.data.metrics) == 1200
+    assert written.data.metrics["layer/1099"] == 1099
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@needs("mlflow")
+def test_values_that_mlflow_rejects_in_the_background_are_reported(store):
+    """At the end at the latest, in place of silence."""
+    from mlflow.exceptions import MlflowException
+
+    logger = MlflowLogger("rejected")
+    store.delete_run(logger._run)
+    logger.scalars({"train/loss": 1.0}, 4)
+    with pytest.raises(MlflowException, match="must be in 'active'"):
+        logger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@needs("mlflow")
 def test_mlflow_as_an_outlet(store):
     """Joins the active run; without one it starts a run, which fails where it is closed by an exception."""
     import mlflow

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from halfstep.backends.launch import read_launch
 from halfstep.errors import MissingError, SettingError, unknown
 from halfstep.hardware.torch_build import require
+from halfstep.integrations.sending import Sender
 from halfstep.integrations.versions import warn_if_untested
 from halfstep.train.board import Board
 from halfstep.train.writer import Histogram, OpenWriter, RunInfo, TensorBoardWriter
@@ -36,6 +38,7 @@ __all__ = ["LOGGERS", "Logger", "MlflowLogger", "TensorBoardLogger", "TrackioLog
 
 _PROJECT = "halfstep"  # where neither the caller nor the environment names one
 _STEP = "halfstep/step"
+_MLFLOW_LIMIT = 1000  # metrics in one request
 
 
 class Logger:
@@ -183,19 +186,20 @@ class MlflowLogger(Logger):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """A point of each metric, sent in the background."""
         run, now = self._run, round(time.time() * 1000)
-        metrics = [self._mlflow.entities.Metric(tag, float(value), now, step) for tag, value in values.items()]
-        self._client.log_batch(run, metrics=metrics, synchronous=False)
+        self._metrics += [self._mlflow.entities.Metric(tag, float(value), now, step) for tag, value in values.items()]
+        self._sender.submit(lambda: self._write_metrics(run))
 
     def text(self, tag: str, text: str, step: int) -> None:
         """A message, in the artifact halfstep_messages.txt; of many messages, the last are written by `close()`."""
         run = self._run
         self._texts.append(f"{tag}: {text}" if "\n" not in text else f"{tag}, step {step}:\n{text}")
         if len(self._texts) <= 100:
-            self._write_texts(run)
+            self._submit_texts(run)
 
     def _open(self) -> str:
         mlflow = require(self.library, type(self).__name__, self.extra)
-        self._mlflow, self._client, self._texts = mlflow, mlflow.MlflowClient(), list[str]()
+        self._mlflow, self._client, self._sender = mlflow, mlflow.MlflowClient(), Sender("halfstep-mlflow")
+        self._metrics, self._texts = deque[Any](), list[str]()
         active = mlflow.active_run()
         self._joined = self._info is None and active is not None
         if self._joined:
@@ -217,13 +221,20 @@ class MlflowLogger(Logger):
 
     def _close(self) -> None:
         if self._texts:
-            self._write_texts(self._run)
-        self._mlflow.flush_async_logging()
+            self._submit_texts(self._run)
+        self._sender.close()
         if not self._joined:
             self._client.set_terminated(self._run, "FAILED" if _is_failing() else "FINISHED")
 
-    def _write_texts(self, run: str) -> None:
-        self._client.log_text(run, "\n".join(self._texts) + "\n", "halfstep_messages.txt")
+    def _write_metrics(self, run: str) -> None:
+        """Send what is pending, of several steps at once where the server is slow."""
+        while self._metrics:
+            batch = [self._metrics.popleft() for _ in range(min(len(self._metrics), _MLFLOW_LIMIT))]
+            self._client.log_batch(run, metrics=batch)
+
+    def _submit_texts(self, run: str) -> None:
+        text = "\n".join(self._texts) + "\n"
+        self._sender.submit(lambda: self._client.log_text(run, text, "halfstep_messages.txt"))
 
 
 class TrackioLogger(Logger):
