@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from halfstep.check.config.literals import Literals
@@ -43,6 +44,7 @@ def uses_of_dictionaries(
     """Which variables (by name) and dictionaries (by id) are passed to DeepSpeed, and the call that does it."""
     variables: dict[str, str] = {}
     direct: dict[int, str] = {}
+    definitions: _Definitions | None = None
     for call in calls:
         full = names.full(call.func)
         short = "TrainingArguments" if is_trainer_class(call.func) else full.rpartition(".")[2]
@@ -50,35 +52,55 @@ def uses_of_dictionaries(
         values = [k.value for k in call.keywords if k.arg in arguments]
         values += call.args[:1] if short in _FIRST else []
         for value in values:
+            definitions = definitions or _read_definitions(nodes, literals)
             variables[".".join(chain(value))] = full or short
-            direct |= {id(node): full or short for node in _sources(value, nodes, literals, _MAX_DEPTH)}
+            direct |= {id(node): full or short for node in _sources(value, definitions, _MAX_DEPTH)}
     variables.pop("", None)
     return variables, direct
 
 
-def _sources(value: ast.expr, nodes: Sequence[ast.AST], literals: Literals, depth: int) -> Iterator[ast.expr]:
+@dataclass(frozen=True, slots=True)
+class _Definitions:
+    """What the names of a script are bound to, collected once for all calls."""
+
+    literals: Literals
+    functions: dict[str, list[ast.FunctionDef]]
+    values: dict[str, list[ast.expr]]
+
+
+def _read_definitions(nodes: Sequence[ast.AST], literals: Literals) -> _Definitions:
+    definitions = _Definitions(literals, {}, {})
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            definitions.functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Assign):
+            for name in {".".join(chain(target)) for target in node.targets}:
+                definitions.values.setdefault(name, []).append(node.value)
+    return definitions
+
+
+def _sources(value: ast.expr, definitions: _Definitions, depth: int) -> Iterator[ast.expr]:
     """The dictionaries that an argument may be: copies, and what a function of the script returns."""
     yield value
     if depth == 0:
         return
     if isinstance(value, ast.Call):
-        last = chain(value.func)[-1:]
-        if last and last[0] in _COPIES:
+        last = "".join(chain(value.func)[-1:])
+        if last in _COPIES:
             copied = value.args[:1] or ([value.func.value] if isinstance(value.func, ast.Attribute) else [])
             for source in copied:
-                yield from _sources(source, nodes, literals, depth - 1)
-        functions = [n for n in nodes if isinstance(n, ast.FunctionDef) and (n.name,) == last]
+                yield from _sources(source, definitions, depth - 1)
+        functions = definitions.functions.get(last, [])
         for function in functions if len(functions) == 1 else ():
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and node.value is not None:
-                    yield from _returned(node.value, function, literals)
+                    yield from _returned(node.value, function, definitions.literals)
     elif name := ".".join(chain(value)):
-        for node in nodes:
-            if isinstance(node, ast.Assign) and any(".".join(chain(t)) == name for t in node.targets):
-                if literals.is_block(node.value):
-                    yield node.value
-                elif isinstance(node.value, ast.Call | ast.Name | ast.Attribute):
-                    yield from _sources(node.value, nodes, literals, depth - 1)
+        for bound in definitions.values.get(name, ()):
+            if definitions.literals.is_block(bound):
+                yield bound
+            elif isinstance(bound, ast.Call | ast.Name | ast.Attribute):
+                yield from _sources(bound, definitions, depth - 1)
 
 
 def _returned(value: ast.expr, function: ast.FunctionDef, literals: Literals) -> Iterator[ast.expr]:
