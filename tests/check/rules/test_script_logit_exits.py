@@ -234,3 +234,36 @@ def test_an_option_that_chooses_the_format_of_the_weights_is_advice():
     )
     assert [(f.line, f.severity) for f in findings(text, "HS154")] == [(7, "advice")]
     assert findings(text.replace("torch.bfloat16", "torch.float64"), "HS154") == []
+
+
+@pytest.mark.parametrize(
+    ("enabled", "cast", "lines"), [("False", "", [10]), ("False", ".float()", []), ("flag", "", []), ("True", "", [])]
+)
+def test_a_region_that_turns_autocast_off_around_the_loss(enabled, cast, lines):
+    """The logits of the outer region stay 16-bit where autocast no longer casts them for the loss."""
+    text = (
+        "import torch\nimport torch.nn.functional as F\nfrom torchvision.models import resnet18\nmodel = resnet18()\n"
+        'for x, y in loader:\n    optimizer.zero_grad()\n    with torch.autocast("cuda", dtype=torch.bfloat16):\n'
+        f'        out = model(x)\n        with torch.autocast("cuda", enabled={enabled}):\n'
+        f"            loss = F.cross_entropy(out{cast}, y)\n    loss.backward()\n    optimizer.step()\n"
+    )
+    assert [f.line for f in findings(text, "HS154")] == lines
+
+
+@pytest.mark.parametrize(
+    ("loss", "lines"),
+    [
+        ("sum(F.cross_entropy(o, y) for o in outputs)", [8]),
+        ("sum([F.cross_entropy(o, t) for o, t in zip(outputs, y)])", [8]),
+        ("sum(F.cross_entropy(t, o) for o, t in zip(outputs, y))", []),
+        ("sum(F.cross_entropy(o.float(), y) for o in outputs)", []),
+    ],
+)
+def test_logits_that_a_comprehension_goes_through(loss, lines):
+    """Deep supervision: one loss for each of the outputs."""
+    text = (
+        "import torch\nimport torch.nn.functional as F\nfrom nets import Net\nmodel = Net()\nfor x, y in loader:\n"
+        '    with torch.autocast("cuda", dtype=torch.bfloat16):\n        outputs = model(x)\n'
+        f"    loss = {loss}\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert [f.line for f in findings(text, "HS154")] == lines

@@ -178,3 +178,26 @@ def test_an_option_that_names_a_format(option, use, count):
         "accelerator.init_trackers('run', config=vars(args))\naccelerator.backward(loss)\n"
     )
     assert len(findings(text, "HS139")) == count
+
+
+REGION = """\
+import torch
+
+class Runner:
+    def __init__(self, model, optimizer, use_amp=True):
+        self.model, self.optimizer = model, optimizer
+        self.use_amp = use_amp
+
+    def step(self, x, y):
+        with torch.autocast("cuda", dtype=torch.bfloat16{enabled}):
+            loss = loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("enabled", "count"), [("", 1), (", enabled=self.use_amp", 0), (", enabled=on", 0)])
+def test_a_flag_that_is_stored_next_to_a_region_that_is_always_on(enabled, count):
+    """A bfloat16 loop has no scaler, and the flag still switches nothing."""
+    assert len(findings(REGION.format(enabled=enabled), "HS139")) == count

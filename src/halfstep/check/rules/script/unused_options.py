@@ -142,7 +142,12 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _stored(self, script: Script) -> Iterator[Finding]:
         """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
-        switches = [(s.node, s.function, s.enabled) for s in script.scalers]
+        switches = [(s.function.cls, s.enabled, "the scaler is always enabled") for s in script.scalers]
+        for region in script.autocasts:
+            if not in_no_grad(script, region.node):
+                is_on = region.enabled == "yes" and not conditions_of(script.outline, region.node)
+                cls = _class_around(script, region.node)
+                switches.append((cls, "yes" if is_on else "", "autocast is always on"))
         if not switches:
             return
         outline, read = script.outline, _read_names(all_nodes(script.tree))
@@ -153,13 +158,14 @@ class UnusedPrecisionOption(ScriptRule):
             binding = bindings[0]
             function = binding.function
             is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
-            own = [enabled for _, scope, enabled in switches if scope.cls == function.cls]
+            own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
             uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
-            if not is_passed or outline.bases.get(function.cls) or not own or set(own) != {"yes"} or len(uses) != 1:
+            is_always = {enabled for enabled, _ in own} == {"yes"}
+            if not is_passed or outline.bases.get(function.cls) or not is_always or len(uses) != 1:
                 continue
             yield self.finding(
                 script.where(binding.node),
-                f"`{key}` is stored and never read in this file: the scaler is always enabled",
+                f"`{key}` is stored and never read in this file: {own[0][1]}",
                 instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
             )
 
@@ -315,6 +321,14 @@ class UnusedPrecisionOption(ScriptRule):
                     f"the option `--{name}` is never read: the run is the same with and without it",
                     instead=f"pass {name} to from_pretrained, or remove the option",
                 )
+
+
+def _class_around(script: Script, node: ast.AST) -> str:
+    """The name of the class that a node is in; "" outside of one."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, ast.ClassDef):
+        parent = script.outline.parents.get(parent)
+    return parent.name if isinstance(parent, ast.ClassDef) else ""
 
 
 def _last(node: ast.expr) -> str:

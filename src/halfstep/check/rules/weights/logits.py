@@ -150,9 +150,10 @@ class CrossEntropyInSixteenBits(ScriptRule):
 
     def _report_exit(self, script: Script, call: ast.Call, logits: ast.expr, exit_: Exit) -> Finding:
         unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+        cause = "autocast is turned off around this loss" if _is_off(script, call) else exit_.cause
         return self.finding(
             script.where(call),
-            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} ({exit_.cause}): so are the "
+            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} ({cause}): so are the "
             "log-probabilities and the loss",
             instead="move the loss into the autocast region, or cast the logits with .float()",
             severity=None if exit_.is_certain else "advice",
@@ -265,16 +266,25 @@ def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
 
 
 def with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
-    """Whether a `with` or a decorator around a node may enter autocast."""
-    contexts: list[ast.expr] = []
+    """Whether a `with` or a decorator around a node may enter autocast; the innermost one decides, which may turn it off."""
     parent = script.outline.parents.get(node)
     while parent is not None:
+        contexts: list[ast.expr] = []
         if isinstance(parent, (ast.With, ast.AsyncWith)):
-            contexts += [item.context_expr for item in parent.items]
+            contexts = [item.context_expr for item in parent.items]
         elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            contexts += parent.decorator_list
+            contexts = parent.decorator_list
+        regions = [a for context in contexts for a in autocasts_of(script.outline, context, function)]
+        if regions or any("autocast" in ast.unparse(context) for context in contexts):
+            return not regions or any(a.enabled != "no" for a in regions)
         parent = script.outline.parents.get(parent)
-    return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
+    return False
+
+
+def _is_off(script: Script, node: ast.AST) -> bool:
+    """Whether a node is inside of a region that turns autocast off."""
+    withs = [parent for parent in script.above(node) if isinstance(parent, ast.With)]
+    return any("autocast" in text_of(item.context_expr) for parent in withs for item in parent.items)
 
 
 RULES: tuple[type[Rule], ...] = (CrossEntropyInSixteenBits,)

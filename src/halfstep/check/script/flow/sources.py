@@ -72,6 +72,10 @@ def sources_of(
         elif isinstance(node, ast.Tuple) and index is not None and index < len(node.elts):
             node, index = node.elts[index], None
         elif isinstance(node, ast.Name):
+            rows = _generated(outline, node)
+            if rows is not None:
+                node = rows
+                continue
             bindings = latest(outline, node.id, function, line)
             if not bindings:
                 return [Source(node, index)] if node.id in function.params else []
@@ -170,12 +174,30 @@ def element_of(binding: Binding) -> ast.expr | None:
 def iterated(binding: Binding) -> ast.expr | None:
     """What a loop variable is a row of: `logits` of `for row, ids in zip(logits, input_ids)`."""
     source = binding.node.iter if isinstance(binding.node, ast.For) else None
-    if isinstance(source, ast.Call) and binding.index is not None:
+    return _row_of(source, binding.index)
+
+
+def _row_of(source: ast.expr | None, index: int | None) -> ast.expr | None:
+    """What each element of a loop, or of one position in its tuples, is a row of."""
+    if isinstance(source, ast.Call) and index is not None:
         name = key_of(source.func)
-        if name == "zip" and binding.index < len(source.args):
-            return source.args[binding.index]
-        return source.args[0] if name == "enumerate" and binding.index == 1 and source.args else None
-    return source if binding.index is None and isinstance(source, ast.Name) else None
+        if name == "zip" and index < len(source.args):
+            return source.args[index]
+        return source.args[0] if name == "enumerate" and index == 1 and source.args else None
+    return source if index is None and isinstance(source, ast.Name) else None
+
+
+def _generated(outline: Outline, name: ast.Name) -> ast.expr | None:
+    """What the variable of a comprehension is a row of: `outputs` of `sum(loss(o, y) for o in outputs)`."""
+    node: ast.AST | None = name
+    while node is not None and isinstance(node := outline.parents.get(node), (ast.expr, ast.keyword)):
+        for part in node.generators if isinstance(node, (ast.ListComp, ast.GeneratorExp)) else ():
+            targets = part.target.elts if isinstance(part.target, ast.Tuple) else [part.target]
+            names = [key_of(target) for target in targets]
+            if name.id in names:
+                index = names.index(name.id) if isinstance(part.target, ast.Tuple) else None
+                return _row_of(part.iter, index)
+    return None
 
 
 def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
