@@ -198,20 +198,24 @@ class Recursive(nn.Module):
 
 base = AutoModelForCausalLM.from_pretrained("gpt2", dtype={dtype})
 model = Recursive(base)
+loss = model(ids, targets)
+{trained}
 """
 
 
 @pytest.mark.parametrize(
-    ("head", "dtype", "lines"),
+    ("head", "dtype", "trained", "lines"),
     [
-        ("base.lm_head", "torch.bfloat16", [14]),
-        ("base.lm_head", "torch.float32", []),
-        ("nn.Linear(10, 100)", "torch.bfloat16", []),
+        ("base.lm_head", "torch.bfloat16", "loss.backward()", [14]),
+        ("base.lm_head", "torch.float32", "loss.backward()", []),
+        ("nn.Linear(10, 100)", "torch.bfloat16", "loss.backward()", []),
+        ("base.lm_head", "torch.bfloat16", "print(loss)", []),
     ],
 )
-def test_the_head_of_a_model_that_a_module_receives(head, dtype, lines):
-    """A wrapper that takes over the head of a loaded model computes the logits in the dtype of that model."""
-    assert [f.line for f in findings(WRAPPED.format(head=head, dtype=dtype), "HS154")] == lines
+def test_the_head_of_a_model_that_a_module_receives(head, dtype, trained, lines):
+    """A wrapper that takes over the head of a loaded model computes the logits in its dtype; another file may use autocast."""
+    text = WRAPPED.format(head=head, dtype=dtype, trained=trained)
+    assert [f.line for f in findings(text, "HS154")] == lines
 
 
 @pytest.mark.parametrize(("logits", "lines"), [("outputs[0]", [5]), ("outputs[1]", [])])

@@ -189,7 +189,8 @@ def _layer_formats(script: Script, call: ast.Call, function: Function) -> frozen
     """The format of `self.lm_head(hidden)` in a module of this file: a layer of its own, or the head of a model it receives."""
     outline, key = script.outline, key_of(call.func)
     values = attribute_values(outline, key, function) if function.cls else []
-    if not values or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
+    # A file without a backward may define the model for inference, or for another file that trains it under autocast.
+    if not values or "backward" not in outline.calls or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
         return _NOTHING
     # One layer may be cast back on its own: `model.lm_head.float()`.
     if re.search(rf"\b{key[5:]}\b[\w.]*\.(float|to|double)\(", script.source.text) or runs_in_autocast(
@@ -197,8 +198,6 @@ def _layer_formats(script: Script, call: ast.Call, function: Function) -> frozen
     ):
         return _NOTHING
     if is_product(script, call, function):
-        if "backward" not in outline.calls:  # the model may be here for inference only
-            return _NOTHING
         instances = list(_instances(outline, function.cls))[:MAX_STEPS]
         return _merged([_weight_formats(script, site, call, function) for site in instances])
     first = outline.classes.get(function.cls, {}).get("__init__")
