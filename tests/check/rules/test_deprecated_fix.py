@@ -143,3 +143,26 @@ def test_a_branch_by_device_is_no_fallback(test, count):
         f"import torch\nif {test}:\n    c = torch.cuda.amp.autocast()\nelse:\n    c = torch.amp.autocast(device.type)\n"
     )
     assert len(findings(text, "HS190")) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("from lib import *\nwith T.cuda.amp.autocast():\n    y = model(x)\n", [2]),
+        ("def scaler(th):\n    return th.cuda.amp.GradScaler()\n", [2]),
+        ("from lib import *\nwith T.amp.autocast('cuda'):\n    y = model(x)\n", []),
+        ("import torch\nclass Scaler(torch.cuda.amp.GradScaler):\n    pass\n", [2]),
+        ("import torch\nclass Scaler(torch.amp.GradScaler):\n    pass\n", []),
+        ("import torch as th\nx = 1\nscaler = th.cuda.amp.GradScaler()\n", [3]),
+    ],
+)
+def test_the_old_names_of_a_module_from_elsewhere_and_in_a_base(text, lines):
+    """A module without an import here, a base class, and torch under another name: the finding is where it is used."""
+    assert [f.line for f in findings(text, "HS190")] == lines
+
+
+def test_torch_under_another_name_is_fixed_in_place():
+    """The alias of torch stays."""
+    text = "import torch as th\nscaler = th.cuda.amp.GradScaler()\n"
+    (finding,) = findings(text, "HS190")
+    assert 'th.amp.GradScaler("cuda")' in apply(text, finding.fix)

@@ -307,3 +307,35 @@ def test_a_field_read_by_a_global_object_is_read():
     """`config = Settings()` gives the field's default a name: `config.bf16` reads it."""
     text = SETTINGS.replace("{rest}", ", self.s.clip") + "config = Settings()\nuse(config.bf16)\n"
     assert findings(text, "HS139") == []
+
+
+UNTYPED = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--amp", default=True{more})
+args = parser.parse_args()
+scaler = torch.amp.GradScaler("cuda", enabled={value})
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled={value}):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "value", "lines"),
+    [
+        ("", "args.amp", [4]),
+        (", type=str2bool", "args.amp", []),
+        ("", "str2bool(args.amp)", []),
+        ("", 'args.amp == "True"', []),
+        ("", "args.amp.lower() in ('1', 'true')", []),
+    ],
+)
+def test_an_option_without_a_type_is_text(more, value, lines):
+    """`--amp False` stores the text, which is true, unless the script converts or compares it."""
+    assert [f.line for f in findings(UNTYPED.format(more=more, value=value), "HS133")] == lines

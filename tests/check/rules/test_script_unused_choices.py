@@ -120,3 +120,84 @@ def test_the_other_branch_of_the_bf16_option_is_right():
     text = LOOP.format(setup="", region="torch.autocast('cuda', enabled=args.bf16 or args.fp16)")
     inside = text.replace("    with", "    if args.bf16: continue\n    with")
     assert findings(inside, "HS136") == []
+
+
+LOADER = """\
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def load_model(name, bf16=True):
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(name{dtype})
+    model.gradient_checkpointing_enable()
+    # torch.bfloat16 if bf16 else torch.float32
+    return model, tokenizer
+
+model, tokenizer = load_model("gpt2"{passed})
+loss = model(ids, labels=ids).loss
+loss.backward()
+"""
+CHOSEN = ", dtype=torch.bfloat16 if bf16 else torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passed", "count"),
+    [("", ", bf16=args.bf16", 1), (CHOSEN, ", bf16=args.bf16", 0), ("", "", 0), ("", ", bf16=None", 0)],
+)
+def test_a_parameter_that_is_passed_and_never_read(dtype, passed, count):
+    """A loader that ignores what a call in the file asks for; one that nothing passes is a signature only."""
+    assert len(findings(LOADER.format(dtype=dtype, passed=passed), "HS139")) == count
+
+
+def test_a_parameter_whose_value_is_known_is_read():
+    """A constant that the only call passes is still a use of the parameter."""
+    text = LOADER.format(dtype=", dtype=dtype", passed=", torch.bfloat16").replace("bf16=True", "dtype")
+    assert findings(text, "HS139") == []
+
+
+@pytest.mark.parametrize(("model", "count"), [("", 1), (", dtype=torch_dtype", 0)])
+def test_a_format_that_a_script_with_a_trainer_chooses_and_does_not_use(model, count):
+    """The Trainer runs the loop, so the file has no backward."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        "torch_dtype = torch.float16 if args.fp16 else torch.float32\n"
+        f"model = AutoModelForCausalLM.from_pretrained('gpt2'{model})\n"
+        "Trainer(model, args=TrainingArguments('out', fp16=args.fp16), train_dataset=data).train()\n"
+    )
+    assert len(findings(text, "HS139")) == count
+
+
+@pytest.mark.parametrize(("option", "use", "count"), [("precision", "", 1), ("dtype", "", 1), ("precision", "p", 0)])
+def test_an_option_that_names_a_format(option, use, count):
+    """`--precision` and `--dtype` are precision options too; a dictionary for the trackers reads none of them."""
+    text = (
+        "import argparse\nfrom accelerate import Accelerator\nparser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('--{option}', default='bf16')\nargs = parser.parse_args()\n"
+        f"accelerator = Accelerator(mixed_precision={'args.precision' if use else repr('bf16')})\n"
+        "accelerator.init_trackers('run', config=vars(args))\naccelerator.backward(loss)\n"
+    )
+    assert len(findings(text, "HS139")) == count
+
+
+REGION = """\
+import torch
+
+class Runner:
+    def __init__(self, model, optimizer, use_amp=True):
+        self.model, self.optimizer = model, optimizer
+        self.use_amp = use_amp
+
+    def step(self, x, y):
+        with torch.autocast("cuda", dtype=torch.bfloat16{enabled}):
+            loss = loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("enabled", "count"), [("", 1), (", enabled=self.use_amp", 0), (", enabled=on", 0)])
+def test_a_flag_that_is_stored_next_to_a_region_that_is_always_on(enabled, count):
+    """A bfloat16 loop has no scaler, and the flag still switches nothing."""
+    assert len(findings(REGION.format(enabled=enabled), "HS139")) == count

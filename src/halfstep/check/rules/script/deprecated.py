@@ -93,9 +93,12 @@ class DeprecatedAmp(ScriptRule):
             if imported_uses and not any(names.ambiguous(use.name) for use in imported_uses):
                 deprecated = ", ".join(dict.fromkeys(use.full for use in imported_uses))
                 yield self._finding(script, statement, deprecated, _import_fix(script, group[0], uses))
+        whole = {i.alias.asname or "torch" for i in names.imported if i.full == "torch"} | {"torch"}
         for use in uses:
-            if chain(use.name)[0] == "torch":
-                edits = _use_edits(script, use, "torch.amp." + use.full.rsplit(".", 1)[-1])
+            root = chain(use.name)[0]
+            if root in whole or not names.full(use.name):
+                new = f"{root}.amp." + use.full.rsplit(".", 1)[-1] if root in whole else ""
+                edits = _use_edits(script, use, new) if new else []
                 fix = Fix("use torch.amp", tuple(edits)) if edits else None
                 yield self._finding(script, use.name, use.full, fix)
 
@@ -119,9 +122,16 @@ def _uses(script: Script) -> Iterator[_Use]:
     for full in _OLD & outline.library_calls.keys():
         for call, _ in outline.library_calls[full]:
             yield _Use(call.func, full, call)
+    for full in _OLD:
+        # A module that comes from elsewhere has no full name: `from lib import *`, `th.cuda.amp.GradScaler()`.
+        for call, _ in outline.calls.get(full.rsplit(".", 1)[-1], ()):
+            if not names.full(call.func) and ".".join(chain(call.func)).endswith(full.removeprefix("torch")):
+                yield _Use(call.func, full, call)
     for call, _ in outline.library_calls.get("functools.partial", ()):
         if call.args and names.full(call.args[0]) in _OLD:
             yield _Use(call.args[0], names.full(call.args[0]), None)
+    for bases in outline.bases.values():  # `class Scaler(torch.cuda.amp.GradScaler):` warns in its constructor
+        yield from (_Use(base, names.full(base), None) for base in bases if names.full(base) in _OLD)
     for function in outline.functions:
         for decorator in getattr(function.node, "decorator_list", ()):
             if not isinstance(decorator, ast.Call) and names.full(decorator) in _OLD:
@@ -192,8 +202,8 @@ def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
 def _uses_of(imported: Imported, uses: list[_Use]) -> list[_Use]:
     """The uses whose name comes from this import."""
     local = imported.alias.asname or imported.alias.name.split(".")[0]
-    if local == "torch":
-        return []
+    if local == "torch" or imported.full == "torch":
+        return []  # the name is spelled out where it is used
     if imported.alias.name == "*":
         return [u for u in uses if imported.full == u.full]
     return [u for u in uses if chain(u.name)[0] == local and u.full.startswith(imported.full)]

@@ -95,12 +95,31 @@ class BooleanOption(ScriptRule):
                     instead="action=argparse.BooleanOptionalAction, or no default",
                     severity=None if serious else "advice",
                 )
+            elif isinstance(default, bool) and _is_text(script, call, name):
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag} False` is the text 'False', which is true: the option has no type",
+                    instead="action=argparse.BooleanOptionalAction, or action='store_true'",
+                )
         for call, name in _parsed_by_hand(script):
             yield self.finding(
                 script.where(call),
                 f"`{name}` is True with and without the option: the default is True, and the options that are read set nothing else",
                 instead=f"read a `--no-{name}` as well, or let argparse do it with BooleanOptionalAction",
             )
+
+
+def _is_text(script: Script, call: ast.Call, name: str) -> bool:
+    """Whether an option has no type, so that its value is text, and the script only asks whether it is true."""
+    if {k.arg for k in call.keywords} & {"type", "action", "nargs", "const", "choices", "dest", None}:
+        return False
+    text = re.sub(r"#.*", "", script.source.text)
+    # The name, not of `torch.amp`, with what is around it: `str2bool(args.amp)`, `args.amp == "True"`, `args.amp.lower()`
+    # and `args.amp = ...` make another value of the text.
+    around = rf"(\w+\(\s*)?\b(?!torch\b)[\w.]*\w\.{name}\b(\s*\)|\s*[=!]=|\s+(?:not\s+)?in\b|\s+is\b|\s*\.|\s*=[^=])?"
+    uses = re.findall(around, text)
+    changed = [before for before, after in uses if after and (before or after.strip() != ")")]
+    return bool(uses) and not changed and f"'{name}'" not in text and "vars(" not in text
 
 
 def _parsed_by_hand(script: Script) -> Iterator[tuple[ast.Call, str]]:

@@ -13,8 +13,9 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import DTYPES, argument
+from halfstep.check.script.objects.values import DTYPES, argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 
@@ -24,6 +25,10 @@ _FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
 _FEW = 5  # fields; with fewer, a file may as well only create the object
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
+_CHOICE = regex(r"^((torch|model|compute|train|training|amp)_)?(precision|dtype)$")  # options that name a format
+_PASSED = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)|precision|(torch_|model_)?dtype")
+_SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
+_ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
 _FORMAT = regex(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
@@ -111,6 +116,7 @@ class UnusedPrecisionOption(ScriptRule):
         yield from self._stored(script)
         yield from self._choices(script)
         yield from self._overwritten(script)
+        yield from self._ignored(script)
         yield from self._unread(script)
         yield from self._still_scaled(script)
         calls = script.outline.calls.keys()
@@ -120,7 +126,7 @@ class UnusedPrecisionOption(ScriptRule):
             return
         options = Options(script)
         named = ((call, flag, name) for call, flag, name in options.declared)
-        precise = [o for o in named if PRECISION_OPTION.search(o[2].lower()) or _SCALE.search(o[2].lower())]
+        precise = [o for o in named if any(p.search(o[2].lower()) for p in (PRECISION_OPTION, _SCALE, _CHOICE))]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
@@ -136,7 +142,12 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _stored(self, script: Script) -> Iterator[Finding]:
         """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
-        switches = [(s.node, s.function, s.enabled) for s in script.scalers]
+        switches = [(s.function.cls, s.enabled, "the scaler is always enabled") for s in script.scalers]
+        for region in script.autocasts:
+            if not in_no_grad(script, region.node):
+                is_on = region.enabled == "yes" and not conditions_of(script.outline, region.node)
+                cls = _class_around(script, region.node)
+                switches.append((cls, "yes" if is_on else "", "autocast is always on"))
         if not switches:
             return
         outline, read = script.outline, _read_names(all_nodes(script.tree))
@@ -147,13 +158,14 @@ class UnusedPrecisionOption(ScriptRule):
             binding = bindings[0]
             function = binding.function
             is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
-            own = [enabled for _, scope, enabled in switches if scope.cls == function.cls]
+            own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
             uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
-            if not is_passed or outline.bases.get(function.cls) or not own or set(own) != {"yes"} or len(uses) != 1:
+            is_always = {enabled for enabled, _ in own} == {"yes"}
+            if not is_passed or outline.bases.get(function.cls) or not is_always or len(uses) != 1:
                 continue
             yield self.finding(
                 script.where(binding.node),
-                f"`{key}` is stored and never read in this file: the scaler is always enabled",
+                f"`{key}` is stored and never read in this file: {own[0][1]}",
                 instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
             )
 
@@ -186,7 +198,8 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _choices(self, script: Script) -> Iterator[Finding]:
         """Formats that an expression chooses for a variable which nothing reads, in a file that trains."""
-        if "backward" not in script.outline.calls or not script.has("opt_step", "scaler_step", "owned_step"):
+        steps = "backward" in script.outline.calls and script.has("opt_step", "scaler_step", "owned_step")
+        if not steps and not any(name.endswith("Trainer") for name in script.outline.calls):
             return
         named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
         # By the text: the tree has what a table gives in the place of the variable.
@@ -246,6 +259,36 @@ class UnusedPrecisionOption(ScriptRule):
                         instead=f"assign only if `{name}` is None, or remove the parameter",
                     )
 
+    def _ignored(self, script: Script) -> Iterator[Finding]:
+        """Precision parameters of a function that sets up a run, which a call in this file passes and the function never reads."""
+        outline = script.outline
+        calls = outline.calls.keys()
+        if not ("backward" in calls or any(name.endswith("Trainer") for name in calls)) or "locals" in calls:
+            return
+        lines = script.source.text.splitlines()
+        for function in outline.functions:
+            names = [name for name in function.params if _PASSED.fullmatch(name)]
+            named = _SETS_UP.search(function.name) and not _ASIDE.search(function.name)
+            is_setup = names and named and len(function.body) >= _FEW
+            # A method, or a function with a decorator, may have the signature that another class or library asks for.
+            if not is_setup or function.method or getattr(function.node, "decorator_list", None):
+                continue
+            for name in names:
+                # By the text: the tree has the value of a variable in the place of its name.
+                is_documented = isinstance(function.body[0], ast.Expr)
+                first, last = function.body[is_documented].lineno, function.body[-1].end_lineno
+                body = "\n".join(line.partition("#")[0] for line in lines[first - 1 : last])
+                if re.search(rf"\b{name}\b", body):
+                    continue
+                passed = [v for v, _ in passed_for(outline, name, function) if constant(v) is not None]
+                if passed:
+                    yield self.finding(
+                        script.where(function.node),
+                        f"`{function.name}` never reads its parameter `{name}`, which {script.at(passed[0])} passes: the run is the same with "
+                        "every value",
+                        instead=f"use {name} in {function.name}, or remove the parameter",
+                    )
+
     def _still_scaled(self, script: Script) -> Iterator[Finding]:
         """Scalers that are created enabled in the branch without mixed precision, where autocast is always on."""
         regions = [a for a in script.autocasts if not in_no_grad(script, a.node)]
@@ -278,6 +321,14 @@ class UnusedPrecisionOption(ScriptRule):
                     f"the option `--{name}` is never read: the run is the same with and without it",
                     instead=f"pass {name} to from_pretrained, or remove the option",
                 )
+
+
+def _class_around(script: Script, node: ast.AST) -> str:
+    """The name of the class that a node is in; "" outside of one."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, ast.ClassDef):
+        parent = script.outline.parents.get(parent)
+    return parent.name if isinstance(parent, ast.ClassDef) else ""
 
 
 def _last(node: ast.expr) -> str:

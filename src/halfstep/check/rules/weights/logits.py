@@ -40,6 +40,13 @@ _FUNCTIONS = {
     "torch.log_softmax",
     "torch.logsumexp",
 }
+_CRITERIA = {
+    "torch.nn.CrossEntropyLoss",
+    "timm.loss.LabelSmoothingCrossEntropy",
+    "timm.loss.SoftTargetCrossEntropy",
+    "timm.loss.cross_entropy.LabelSmoothingCrossEntropy",
+    "timm.loss.cross_entropy.SoftTargetCrossEntropy",
+}
 _LOSS = "import torch\nimport torch.nn.functional as F\nlogits = model(x)\nloss = F.cross_entropy(logits{cast}, y)\n"
 
 
@@ -143,9 +150,10 @@ class CrossEntropyInSixteenBits(ScriptRule):
 
     def _report_exit(self, script: Script, call: ast.Call, logits: ast.expr, exit_: Exit) -> Finding:
         unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+        cause = "autocast is turned off around this loss" if _is_off(script, call) else exit_.cause
         return self.finding(
             script.where(call),
-            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} ({exit_.cause}): so are the "
+            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} ({cause}): so are the "
             "log-probabilities and the loss",
             instead="move the loss into the autocast region, or cast the logits with .float()",
             severity=None if exit_.is_certain else "advice",
@@ -213,12 +221,43 @@ def _short(node: ast.expr) -> str:
 
 
 def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> bool:
-    names = script.outline.names
-    options = (
-        [func] if isinstance(func, ast.Call) else script.outline.values(key_of(func), function) if key_of(func) else []
-    )
-    made = [base_of(o).func for o in options if isinstance(base_of(o), ast.Call)]  # type: ignore[attr-defined]
-    return bool(made) and len(made) == len(options) and all(names.full(m) == "torch.nn.CrossEntropyLoss" for m in made)
+    """Whether a variable is one of the cross-entropies that are known, in every run."""
+    outline = script.outline
+    options = [func] if isinstance(func, ast.Call) else outline.values(key_of(func), function) if key_of(func) else []
+    arms = [base_of(arm) for option in options for arm in _arms(option)]
+    return bool(arms) and all(_computes_cross_entropy(script, arm) for arm in arms)
+
+
+def _arms(value: ast.expr) -> list[ast.expr]:
+    """The values that an expression chooses from: `SoftTargetCrossEntropy() if mixup else nn.CrossEntropyLoss()`."""
+    return [*_arms(value.body), *_arms(value.orelse)] if isinstance(value, ast.IfExp) else [value]
+
+
+def _computes_cross_entropy(script: Script, value: ast.expr) -> bool:
+    """Whether a value is a cross-entropy: a function, `partial(F.cross_entropy, ...)`, or an object of such a class."""
+    full = script.outline.names.full
+    if not isinstance(value, ast.Call):
+        return full(value) == "torch.nn.functional.cross_entropy"
+    name = full(value.func)
+    if name == "functools.partial":
+        return bool(value.args) and full(value.args[0]) == "torch.nn.functional.cross_entropy"
+    return name in _CRITERIA or (isinstance(value.func, ast.Name) and _is_own_criterion(script, value.func.id))
+
+
+def _is_own_criterion(script: Script, cls: str) -> bool:
+    """Whether the forward of a class computes a cross-entropy of its first argument, and casts nothing: a focal loss."""
+    forward = script.outline.classes.get(cls, {}).get("forward")
+    if forward is None or len(forward.params) < 3 or _CAST.search(ast.unparse(forward.node)):
+        return False
+    calls = [n for n in ast.walk(forward.node) if isinstance(n, ast.Call)]
+    losses = [c for c in calls if script.outline.names.full(c.func) in _FUNCTIONS or _is_method(script, c)]
+    sources = [
+        source.node
+        for loss in losses
+        if (logits := _logits_of(script, loss)) is not None and not with_autocast(script, loss, forward)
+        for source in sources_of(script.outline, logits, forward, loss.lineno)
+    ]
+    return any(isinstance(node, ast.Name) and node.id == forward.params[1] for node in sources)
 
 
 def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
@@ -227,16 +266,25 @@ def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
 
 
 def with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
-    """Whether a `with` or a decorator around a node may enter autocast."""
-    contexts: list[ast.expr] = []
+    """Whether a `with` or a decorator around a node may enter autocast; the innermost one decides, which may turn it off."""
     parent = script.outline.parents.get(node)
     while parent is not None:
+        contexts: list[ast.expr] = []
         if isinstance(parent, (ast.With, ast.AsyncWith)):
-            contexts += [item.context_expr for item in parent.items]
+            contexts = [item.context_expr for item in parent.items]
         elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            contexts += parent.decorator_list
+            contexts = parent.decorator_list
+        regions = [a for context in contexts for a in autocasts_of(script.outline, context, function)]
+        if regions or any("autocast" in ast.unparse(context) for context in contexts):
+            return not regions or any(a.enabled != "no" for a in regions)
         parent = script.outline.parents.get(parent)
-    return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
+    return False
+
+
+def _is_off(script: Script, node: ast.AST) -> bool:
+    """Whether a node is inside of a region that turns autocast off."""
+    withs = [parent for parent in script.above(node) if isinstance(parent, ast.With)]
+    return any("autocast" in text_of(item.context_expr) for parent in withs for item in parent.items)
 
 
 RULES: tuple[type[Rule], ...] = (CrossEntropyInSixteenBits,)

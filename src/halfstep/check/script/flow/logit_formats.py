@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.sources import RESHAPES, element_of, is_move, iterated, keeps_format, latest
+from halfstep.check.script.flow.sources import (
+    RESHAPES,
+    element_of,
+    is_move,
+    is_parts,
+    iterated,
+    keeps_format,
+    latest,
+    selected,
+)
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for, returned_by
-from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, keeps_dtype, runs_in_autocast
+from halfstep.check.script.objects.modules import attribute_values, created_classes
+from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, is_product, keeps_dtype, runs_in_autocast
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, cast_formats, conditions_of
 from halfstep.check.script.script import Script
@@ -41,11 +52,13 @@ def logit_formats(
             node = node.value
         elif isinstance(node, ast.BinOp) and (operand := keeps_format(node)) is not None:
             node = operand
-        elif isinstance(node, ast.Call) and outline.names.full(node.func) == "einops.rearrange" and node.args:
-            node = node.args[0]
+        elif (inner := selected(outline, node)) is not None:
+            node = inner
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             formats = cast_formats(outline, node, function)
             if formats:
+                return formats
+            if key_of(node.func.value) == "self" and (formats := _layer_formats(script, node, function)):
                 return formats
             if node.func.attr in _HEADS:
                 return _head_formats(script, node, node.func.value, function)
@@ -56,8 +69,9 @@ def logit_formats(
             return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
         elif isinstance(node, ast.Attribute) and node.attr == "logits":
             return _output_formats(script, node.value, function, line)
-        elif isinstance(node, ast.Subscript) and constant(node.slice) == "logits":
-            return _output_formats(script, node.value, function, line)  # `outputs["logits"]`
+        elif isinstance(node, ast.Subscript) and constant(node.slice) in ("logits", 0):
+            # `outputs["logits"]`; without labels the logits are also the first of what transformers returns.
+            return _output_formats(script, node.value, function, line)
         else:
             break
     name = key_of(node)
@@ -84,6 +98,8 @@ def _is_part(node: ast.Subscript) -> bool:
 def _assigned_formats(script: Script, binding: Binding, function: Function, depth: int) -> frozenset[str]:
     rows = iterated(binding)
     value = rows if rows is not None else element_of(binding)
+    if is_parts(value):
+        return logit_formats(script, value, function, getattr(binding.node, "lineno", 0), depth)  # type: ignore[arg-type]
     is_call = isinstance(value, ast.Call) and value is binding.value
     is_first = binding.index in {None, 0} or "logit" in binding.key or rows is not None or not is_call
     if is_call and isinstance(value, ast.Call) and binding.index is not None:
@@ -169,6 +185,54 @@ def _head_formats(script: Script, call: ast.Call, model: ast.expr, function: Fun
     return _loaded_formats(script, model, function)
 
 
+def _layer_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
+    """The format of `self.lm_head(hidden)` in a module of this file: a layer of its own, or the head of a model it receives."""
+    outline, key = script.outline, key_of(call.func)
+    values = attribute_values(outline, key, function) if function.cls else []
+    # A file without a backward may define the model for inference, or for another file that trains it under autocast.
+    if not values or "backward" not in outline.calls or outline.names.uses(*_FRAMEWORKS) or _has_trainer(outline):
+        return _NOTHING
+    # One layer may be cast back on its own: `model.lm_head.float()`.
+    if re.search(rf"\b{key[5:]}\b[\w.]*\.(float|to|double)\(", script.source.text) or runs_in_autocast(
+        script, call, function
+    ):
+        return _NOTHING
+    if is_product(script, call, function):
+        instances = list(_instances(outline, function.cls))[:MAX_STEPS]
+        return _merged([_weight_formats(script, site, call, function) for site in instances])
+    first = outline.classes.get(function.cls, {}).get("__init__")
+    heads = [v for v in values if isinstance(v, ast.Attribute) and v.attr in _HEADS and isinstance(v.value, ast.Name)]
+    names = {v.value.id for v in heads if isinstance(v.value, ast.Name)}
+    if first is None or len(heads) != len(values) or not names <= set(first.params):
+        return _NOTHING
+    passed = [site for name in sorted(names) for site in passed_for(outline, name, first)]
+    return _merged([_loaded_formats(script, value, caller) for value, caller in passed])
+
+
+def _instances(outline: Outline, cls: str) -> Iterator[tuple[ast.expr, Function]]:
+    """The variables that objects of a class are assigned to: `model = GPT(config).to(device)`."""
+    for call, function in outline.calls.get(cls, ()):
+        node: ast.AST = call
+        while isinstance(parent := outline.parents.get(node), (ast.Attribute, ast.Call)):
+            node = parent
+        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and key_of(parent.targets[0]):
+            yield parent.targets[0], function
+
+
+def _weight_formats(
+    script: Script, site: tuple[ast.expr, Function], call: ast.Call, function: Function
+) -> frozenset[str]:
+    """The format of the weights of a model that is cast as a whole, and whose forward calls a layer."""
+    lineage = script.training.model(*site)
+    casts = lineage.casts
+    if lineage.is_restored or not casts or not all(c.is_certain and c.form == "cast" for c in casts):
+        return _NOTHING
+    if not all(_is_for_training(script.outline, c, call, function) for c in casts):
+        return _NOTHING
+    formats = _NOTHING.union(*(c.formats for c in casts))
+    return formats | {UNKNOWN} if any(conditions_of(script.outline, c.node) for c in casts) else formats
+
+
 def _loaded_formats(script: Script, model: ast.expr, function: Function, *, is_adapted: bool = False) -> frozenset[str]:
     """The dtype of a model that transformers loads, if the text decides it."""
     outline = script.outline
@@ -222,9 +286,10 @@ def _called_formats(script: Script, call: ast.Call, function: Function) -> froze
     if lineage.is_restored or not lineage.casts or any(not keeps_dtype(script, c) for c in own):
         return _NOTHING
     is_known = bool(lineage.creations) and all(keeps_dtype(script, c) for c in lineage.creations)
-    conditional = any(conditions_of(outline, c.node) for c in lineage.casts)
+    # An option may choose the format: `model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype])`.
+    conditional = any(not c.is_certain or conditions_of(outline, c.node) for c in lineage.casts)
     formats = _NOTHING.union(*(c.formats for c in lineage.casts))
-    if not all(c.is_certain for c in lineage.casts):
+    if not all(c.low and c.formats <= SIXTEEN_BIT | {"float32"} for c in lineage.casts):
         return _NOTHING
     if is_known and not conditional:
         return formats

@@ -13,18 +13,33 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import Binding
 
-__all__ = ["Source", "element_of", "is_move", "iterated", "keeps_format", "latest", "sources_of"]
+__all__ = [
+    "RESHAPES",
+    "Source",
+    "element_of",
+    "is_move",
+    "is_parts",
+    "iterated",
+    "keeps_format",
+    "latest",
+    "selected",
+    "sources_of",
+]
 
 MAX_STEPS = 10  # assignments and reshapes between the output of a model and its loss
 MAX_SOURCES = 6  # branches that assign one variable
 RESHAPES = frozenset({
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone",
-    "gather", "index_select", "masked_select", "narrow", "expand",
+    "gather", "index_select", "masked_select", "narrow", "expand", "masked_fill", "clamp", "clip", "nan_to_num", "movedim",
+    "repeat", "repeat_interleave", "roll", "cpu", "chunk", "split", "unbind",
 })  # fmt: skip
+_PARTS = {"chunk", "split", "unbind"}  # methods that return a tuple of parts of one tensor
 _TEMPERATURE = regex(r"(^|[._])(\w+_)?(temperature|temp|tau|T)$")
 _DEVICE = regex(r"device|cuda|gpu|rank|cpu|non_blocking", re.IGNORECASE)
 _SELECTS = {
     "torch.masked_select", "torch.index_select", "torch.reshape", "torch.flatten", "torch.squeeze", "torch.gather",
+    "torch.clamp", "torch.nan_to_num", "torch.transpose", "torch.permute", "torch.unsqueeze", "torch.masked_fill",
+    "torch.chunk", "torch.split", "torch.nn.functional.interpolate", "torch.nn.functional.pad",
 }  # fmt: skip
 
 
@@ -51,10 +66,16 @@ def sources_of(
             return [source for arm in arms for source in arm]
         inner = _kept(outline, node, function)
         if inner is not None:
+            # `chosen, rejected = logits.chunk(2)`: the position is that of a part, not one in what a model returns.
+            index = None if is_parts(node) else index
             node = inner
         elif isinstance(node, ast.Tuple) and index is not None and index < len(node.elts):
             node, index = node.elts[index], None
         elif isinstance(node, ast.Name):
+            rows = _generated(outline, node)
+            if rows is not None:
+                node = rows
+                continue
             bindings = latest(outline, node.id, function, line)
             if not bindings:
                 return [Source(node, index)] if node.id in function.params else []
@@ -92,6 +113,18 @@ def _kept(outline: Outline, node: ast.expr, function: Function) -> ast.expr | No
     if isinstance(node.func, ast.Attribute) and (node.func.attr in RESHAPES or is_move(outline, node, function)):
         return node.func.value if outline.names.full(node.func) == "" else _selected(outline, node, function)
     return _selected(outline, node, function)
+
+
+def is_parts(node: ast.expr | None) -> bool:
+    """Whether an expression is a tuple of parts of one tensor: `logits.chunk(2)`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARTS
+
+
+def selected(outline: Outline, node: ast.expr) -> ast.expr | None:
+    """The tensor that a function of torch or einops selects from or reshapes."""
+    full = outline.names.full(node.func) if isinstance(node, ast.Call) else ""
+    is_selection = full in _SELECTS or full == "einops.rearrange"
+    return argument(node, 0, "input") if isinstance(node, ast.Call) and is_selection else None
 
 
 def is_move(outline: Outline, call: ast.Call, function: Function) -> bool:
@@ -141,18 +174,36 @@ def element_of(binding: Binding) -> ast.expr | None:
 def iterated(binding: Binding) -> ast.expr | None:
     """What a loop variable is a row of: `logits` of `for row, ids in zip(logits, input_ids)`."""
     source = binding.node.iter if isinstance(binding.node, ast.For) else None
-    if isinstance(source, ast.Call) and binding.index is not None:
+    return _row_of(source, binding.index)
+
+
+def _row_of(source: ast.expr | None, index: int | None) -> ast.expr | None:
+    """What each element of a loop, or of one position in its tuples, is a row of."""
+    if isinstance(source, ast.Call) and index is not None:
         name = key_of(source.func)
-        if name == "zip" and binding.index < len(source.args):
-            return source.args[binding.index]
-        return source.args[0] if name == "enumerate" and binding.index == 1 and source.args else None
-    return source if binding.index is None and isinstance(source, ast.Name) else None
+        if name == "zip" and index < len(source.args):
+            return source.args[index]
+        return source.args[0] if name == "enumerate" and index == 1 and source.args else None
+    return source if index is None and isinstance(source, ast.Name) else None
+
+
+def _generated(outline: Outline, name: ast.Name) -> ast.expr | None:
+    """What the variable of a comprehension is a row of: `outputs` of `sum(loss(o, y) for o in outputs)`."""
+    node: ast.AST | None = name
+    while node is not None and isinstance(node := outline.parents.get(node), (ast.expr, ast.keyword)):
+        for part in node.generators if isinstance(node, (ast.ListComp, ast.GeneratorExp)) else ():
+            targets = part.target.elts if isinstance(part.target, ast.Tuple) else [part.target]
+            names = [key_of(target) for target in targets]
+            if name.id in names:
+                index = names.index(name.id) if isinstance(part.target, ast.Tuple) else None
+                return _row_of(part.iter, index)
+    return None
 
 
 def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
     """The tensor that a call selects from or reshapes: a function of torch, or one of this file that only does that."""
-    if outline.names.full(call.func) in _SELECTS:
-        return argument(call, 0, "input")
+    if (inner := selected(outline, call)) is not None:
+        return inner
     if outline.names.full(call.func) in _JOINS:
         return _joined(outline, argument(call, 0, "tensors"), function)
     target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None

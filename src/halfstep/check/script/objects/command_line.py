@@ -19,6 +19,7 @@ __all__ = ["Options", "dataclass_fields", "stays_here"]
 _SHOWS = frozenset({
     "print", "pprint", "str", "repr", "info", "debug", "log", "vars", "init", "dump", "dumps", "format", "save_config",
     "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
+    "init_trackers", "log_hyperparams", "add_hparams", "log_config",
 })  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}

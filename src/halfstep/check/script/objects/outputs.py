@@ -25,6 +25,7 @@ __all__ = [
     "Exit",
     "called_in_autocast",
     "in_no_grad",
+    "is_product",
     "keeps_dtype",
     "leaves_autocast",
     "leaves_engine",
@@ -141,10 +142,10 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
     if any(not keeps_dtype(script, c) for c in own):
         return None
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations)
-    is_product = _is_product(script, node, function)
-    if not MODEL_NAME.search(model) and not is_product:
+    is_matmul = is_product(script, node, function)
+    if not MODEL_NAME.search(model) and not is_matmul:
         return None
-    certain |= is_product
+    certain |= is_matmul
     flags = frozenset(name for a in regions for name in re.findall(r"[A-Za-z_]\w*", a.enabled))
     if formats <= SIXTEEN_BIT:
         return Exit(model, formats, certain, flags=flags)
@@ -152,7 +153,7 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
     return Exit(model, formats & SIXTEEN_BIT, False, cause, flags=flags)
 
 
-def _is_product(script: Script, call: ast.Call, function: Function) -> bool:
+def is_product(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether a layer is a matrix product, which autocast computes in 16 bits; it runs norms in float32."""
     key = key_of(call.func)
     values = attribute_values(script.outline, key, function)
