@@ -195,13 +195,13 @@ def test_an_optimizer_with_the_name_of_a_setting():
     assert [["HS170" in code for code in lines] for lines in reported] == [[True], []]
 
 
-def test_a_long_checkpoint_is_reported_at_the_call_that_saves_it():
-    """The finding is at `torch.save(`, not six lines below it."""
+def test_a_long_checkpoint_is_reported_at_the_entry_of_its_optimizer():
+    """The finding is where the scaler's entry belongs, not at `torch.save(` far above."""
     entries = "".join(f'        "{name}": {name},\n' for name in "abcdef")
     save = f'torch.save({{\n{entries}        "o": optimizer.state_dict(),\n    }}, "x")'
     text = HEAD + LOAD + LOOP.format(save=save)
     (finding,) = findings(text, "HS170")
-    assert text.splitlines()[finding.line - 1] == "    torch.save({"
+    assert text.splitlines()[finding.line - 1].strip() == '"o": optimizer.state_dict(),'
 
 
 def test_a_deleted_attribute_is_no_checkpoint_key():

@@ -133,3 +133,32 @@ def test_a_test_of_one_part_of_the_flag_is_not_enough():
     assert "HS176" in reported(COMBINED.format(test="args.use_amp"))
     assert "HS176" not in reported(COMBINED.format(test="use_amp"))
     assert "HS176" not in reported(COMBINED.format(test="scaler is not None"))
+
+
+SECTION = """\
+import torch
+def main(config, train_cfg, hps):
+    use_amp = {flag}
+    scaler = torch.amp.GradScaler("cuda") if use_amp else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", enabled=use_amp):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("train_cfg.fp16 and device.type == 'cuda'", True),
+        ("hps.train.fp16_run", True),
+        ("torch.cuda.is_available()", False),
+        ("True", False),
+    ],
+)
+def test_a_section_of_the_settings_is_an_option(flag, expected):
+    """`train_cfg` and `hps` are settings like `cfg`."""
+    assert ("HS176" in reported(SECTION.format(flag=flag))) == expected

@@ -80,6 +80,8 @@ class Script:
     def traces(self) -> tuple[Trace, ...]:
         """What each root of the script does, in order."""
         acts = self.outline.calls.keys() & _ACTS or "autocast" in self.outline.loads
+        # The class may only annotate the parameter that another file passes.
+        acts = acts or any(i.full.endswith("GradScaler") for i in self.outline.names.imported)
         return read_traces(self.outline) if self.about and acts else ()
 
     @cached_property

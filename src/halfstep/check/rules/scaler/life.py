@@ -11,7 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early, passed_at
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.objects.saving import entry_of, saves
+from halfstep.check.script.objects.saving import adds_entries, entry_of, saves
 from halfstep.check.script.objects.values import DTYPES, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -242,11 +242,7 @@ def _written_keys(script: Script) -> set[str]:
 def _written_elsewhere(script: Script) -> bool:
     """Whether a checkpoint may get further entries: a scaler passed on, or a dictionary that is updated."""
     handed = [e.node for e in script.events("handed", "stored") if isinstance(e.node, ast.Call)]
-    return any(saves(text_of(call.func).rsplit(".", 1)[-1]) for call in handed) or "update" in {
-        call.func.attr
-        for call, _ in script.outline.calls.get("update", ())
-        if isinstance(call.func, ast.Attribute) and call.args and "scal" not in text_of(call.func)
-    }
+    return any(saves(text_of(call.func).rsplit(".", 1)[-1]) for call in handed) or adds_entries(script.outline)
 
 
 class ApexStateNotSaved(ScriptRule):

@@ -58,7 +58,7 @@ for x, y in loader:
     scaler.update()
 """
 _AMP_NAME = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
-_CONFIG = regex(r"^(self\.)?(args|opts?|cfg|config|conf|hp|hparams|flags|settings|params)\b", re.IGNORECASE)
+_CONFIG = regex(r"^(self\.)?([a-z]+_)?(args|opts?|cfg|config|conf|hps?|hparams|flags|settings|params)\b", re.IGNORECASE)
 _OFF = regex(r"(^|[._])(no|not|disable|without)_|fp32|float32|full", re.IGNORECASE)
 _USES = ("scaler_step", "update", "unscale", "scale", "save_scaler", "load_scaler", "get_scale")
 

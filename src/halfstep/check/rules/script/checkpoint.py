@@ -62,7 +62,6 @@ _OTHERS = regex(
 _BEST = regex(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 _TPU = regex(r"^\(?[\w.]*(tpu|xla)[\w.]*(\(\))?\)?$", re.IGNORECASE)  # `is_torch_tpu_available()`, `args.tpu`
-MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
 
@@ -83,7 +82,8 @@ def _stepping(script: Script) -> list[Event]:
     events += [
         e
         for e in _once(script.events("handed", "stored"))
-        if _TRAINS.search(_callee(e)) and (script.scalers_named(e.scaler) or _created(script, e))
+        if _TRAINS.search(_callee(e))
+        and (script.scalers_named(e.scaler) or _created(script, e) or _is_annotated(script, e))
     ]
     return [
         e
@@ -97,6 +97,15 @@ def _created(script: Script, event: Event) -> list[Scaler]:
     name = event.scaler.rsplit(".", 1)[-1].lstrip("_")
     same = [s for s in script.scalers if s.key.rsplit(".", 1)[-1].lstrip("_") == name]
     return [s for s in same if s.enabled != "no" and s.function.cls == event.function.cls]
+
+
+def _is_annotated(script: Script, event: Event) -> bool:
+    """Whether the scaler of an event is a parameter whose annotation is torch's class: `scaler: GradScaler | None`."""
+    arguments = getattr(event.function.node, "args", None)
+    known = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if arguments is not None else []
+    annotation = next((a.annotation for a in known if a.arg == event.local.scaler), None)
+    parts = ast.walk(annotation) if annotation is not None else ()
+    return any(script.outline.names.full(n).endswith("GradScaler") for n in parts if isinstance(n, ast.expr))
 
 
 def _callee(event: Event) -> str:
@@ -222,15 +231,13 @@ def _has_owner(script: Script, event: Event, scaler: str, steps: list[Event]) ->
 
 
 def _place(script: Script, event: Event) -> ast.AST:
-    """The optimizer's entry; the call that saves it, if it is written out there and the entry is far below."""
+    """The optimizer's entry, next to which the scaler's belongs; where it is passed as `**objects`, their dictionary."""
     spread = [k.value for k in event.node.keywords if k.arg is None] if isinstance(event.node, ast.Call) else []
     for value in spread:
         if (written := written_out(script.outline, value, event.function)) is not None:
             return written
     statement, entry = script.statement(event.node), entry_of(script.outline, event.node)
-    if not isinstance(statement, ast.Expr):
-        return entry if isinstance(entry, ast.Assign) else event.node
-    return statement if getattr(event.node, "lineno", 0) - statement.lineno > MAX_LINES else event.node
+    return entry if isinstance(entry, ast.Assign) and not isinstance(statement, ast.Expr) else event.node
 
 
 def _purpose(script: Script, event: Event) -> str:
@@ -249,16 +256,30 @@ def _names_scaler(script: Script) -> bool:
         return False
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Dict):
+            if _is_setup(script, node):
+                continue
             logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
         elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
             continue  # whether there is a scaler, or its name in a log, not what a checkpoint contains
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            continue  # a read, `parts["scaler"]`; what is called on it is an event of its own
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
             if any(isinstance(t, str) and t.isidentifier() and "scaler" in t for t in texts):
                 return True
     return False
+
+
+def _is_setup(script: Script, node: ast.Dict) -> bool:
+    """Whether a dictionary is what a function returns for the training loop: its entry is the scaler itself, not its state."""
+    if not isinstance(script.outline.parents.get(node), ast.Return):
+        return False
+    function = next((n for n in script.above(node) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
+    scalers = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
+    objects = all(key_of(v) and script.scalers_named(key_of(v)) for v in scalers)
+    return objects and function is not None and not _SAVES.search(function.name)
 
 
 def _spread(script: Script, *verbs: str) -> Iterator[Event]:

@@ -117,7 +117,7 @@ def created_later(script: Script, event: Event) -> int | None:
 
 def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     """The setting without which a scaler is never assigned, if the event uses it whatever that setting is."""
-    _, scope, bindings = _start(script, event)
+    place, scope, bindings = _start(script, event)
     if event.scaler.startswith("self."):
         is_init = len(bindings) == 1 and _is_setup(script, bindings[0].function)
         scope = bindings[0].function if is_init and bindings[0].function.cls == event.function.cls else None
@@ -131,11 +131,16 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     if creation is None:
         return None
     # What the callers of __init__ test is not known where a method runs.
-    known = _tests_around(script, bindings[0]) if event.scaler.startswith("self.") else creation.guards
+    own = _tests_around(script, bindings[0].node, scope)
+    known = own if event.scaler.startswith("self.") else creation.guards
     guards = [_uncopied(script, guard) for guard in known]
     used = [_uncopied(script, guard) for guard in (*event.guards, *event.local.guards)]
-    missing = [guard for guard in guards if guard not in used]
-    if not missing or not all(_is_fixed(script, g, creation) and not _DEVICE.search(g.text) for g in missing):
+    if passed_at(script, event) is not event.node and not _ends_between(scope, creation.node, place):
+        # The call reads the variable, whatever the function that it calls tests.
+        outer = {*_tests_around(script, place, scope), *(g for g in creation.guards if g not in own)}
+        used = [_uncopied(script, guard) for guard in event.guards if guard in outer]
+    missing = [g for g in guards if g not in used and _is_fixed(script, g, creation) and not _DEVICE.search(g.text)]
+    if not missing:
         return None
     others = [guard for guard in used if guard not in guards]
     others = [g for g in others if not holds_without(script.outline, event.function, g, missing[0])]
@@ -178,12 +183,18 @@ def _is_setup(script: Script, function: Function) -> bool:
     )
 
 
-def _tests_around(script: Script, binding: Binding) -> tuple[Guard, ...]:
-    """The conditions around an assignment in its own function."""
-    conditions = Conditions(script.outline, binding.function)
+def _ends_between(scope: Function, first: ast.AST, last: ast.AST) -> bool:
+    """Whether a function may end, or a loop continue, between two of its lines: what follows has a further condition."""
+    lines = range(getattr(first, "lineno", 0), getattr(last, "lineno", 0))
+    ends = (n for n in ast.walk(scope.node) if isinstance(n, (ast.Return, ast.Raise, ast.Continue, ast.Break)))
+    return any(node.lineno in lines for node in ends)
+
+
+def _tests_around(script: Script, node: ast.AST, function: Function) -> tuple[Guard, ...]:
+    """The conditions around a node in its own function."""
+    conditions = Conditions(script.outline, function)
     guards: tuple[Guard, ...] = ()
-    node: ast.AST = binding.node
-    for parent in _around(script, binding.node):
+    for parent in _around(script, node):
         if isinstance(parent, ast.If):
             guards += conditions.guards(parent.test, is_true=any(node is s for s in parent.body))
         node = parent

@@ -16,6 +16,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "adds_entries",
     "continues",
     "entry_of",
     "is_setting",
@@ -31,7 +32,8 @@ __all__ = [
 MAX_DEPTH = 4
 _COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters"}
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
-_SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
+# Also `save_best_model`, `save_sft_checkpoint`; a final one is not for resuming.
+_SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?|((?!final_)[a-z0-9]+_){1,2})?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
 _CHECKPOINT = regex(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
@@ -72,6 +74,25 @@ def _reads_counter(node: ast.expr) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
         index = node.args[0]
     return isinstance(index, ast.Constant) and index.value in _COUNTERS
+
+
+def adds_entries(outline: Outline) -> bool:
+    """Whether an `update` may add entries of unknown names to a checkpoint; a meter, a bar or written names add none."""
+    for call, function in outline.calls.get("update", ()):
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        added = call.args[0] if len(call.args) == 1 and not call.keywords else None
+        if receiver is None or added is None or isinstance(added, ast.Constant) or "scal" in text_of(receiver):
+            continue  # `meter.update(loss, n)`, `bar.update(1)`
+        written = added.keys if isinstance(added, ast.Dict) else [None]
+        if all(isinstance(key, ast.Constant) and "scaler" not in str(key.value) for key in written):
+            continue
+        values = outline.values(key_of(receiver), function) if key_of(receiver) else []
+        objects = [
+            v for v in values if isinstance(v, ast.Call) and key_of(v.func) != "dict" and not _is_checkpoint(v.func)
+        ]
+        if not values or len(objects) < len(values):
+            return True
+    return False
 
 
 def restored_copies(outline: Outline, scalers: tuple[Scaler, ...]) -> Iterator[tuple[Scaler, ast.Call]]:
