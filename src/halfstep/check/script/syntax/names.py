@@ -34,17 +34,8 @@ _SAME = {
     "torch.GradScaler": "torch.amp.GradScaler",
     "torch.half": "torch.float16",
 }
-
-
-# Modules that import torch's `autocast`, and code generated from them that imports it from there.
+# Modules that import torch's `autocast`; code that is generated from them imports it from there.
 _EXPORTS = ("trl.trainer.", "trl.experimental.")
-
-
-def _same(name: str) -> str:
-    """The name by which torch documents what a full name refers to."""
-    if name.startswith(_EXPORTS) and name.endswith("trainer.autocast"):
-        return "torch.amp.autocast"
-    return _SAME.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Names:
         name = self.table.get(first.id, "") if isinstance(first, ast.Name) else ""
         if name and first is not node:  # most chains start at a variable
             name = ".".join((name, *chain(node)[1:]))
-        return _same(name)
+        return _SAME.get(name, name)
 
     def ambiguous(self, node: ast.AST) -> bool:
         """Whether the first name of a chain may come from more than one import."""
@@ -142,7 +133,7 @@ def read_names(statements: Iterable[tuple[ast.Import | ast.ImportFrom, bool]]) -
             if not guarded and statement.col_offset == 0:
                 every.pop(local, None)  # the module's later import replaces the earlier one
             every.setdefault(local, set()).add(full)
-            imported.append(Imported(statement, alias, _same(full), guarded))
+            imported.append(Imported(statement, alias, _SAME.get(full, full), guarded))
     # `torch` means torch even in a fragment without imports.
     table.setdefault("torch", "torch")
     choices = {name: frozenset(fulls) for name, fulls in every.items() if len(fulls) > 1}
@@ -165,4 +156,5 @@ def _bound_names(statement: ast.Import | ast.ImportFrom) -> Iterable[tuple[ast.a
             for name in _STARS.get(module, ()):
                 yield alias, name, f"{module}.{name}"
         else:
-            yield alias, alias.asname or alias.name, f"{module}.{alias.name}"
+            source = "torch.amp" if alias.name == "autocast" and module.startswith(_EXPORTS) else module
+            yield alias, alias.asname or alias.name, f"{source}.{alias.name}"
