@@ -90,3 +90,33 @@ class Trainer:
 """
     assert [f.line for f in findings(text, "HS137")] == [9]
     assert findings(text.replace("float32", "bfloat16"), "HS137") == []
+
+
+GENERATED = """\
+import torch
+from trl.models import unwrap_model_for_generation
+class Rollouts({base}):
+    def {method}(self, model, inputs):
+        return self.loss(model, inputs)
+    def _generate(self, prompts):
+        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as unwrapped, torch.no_grad():
+            if self.args.bf16:
+                {cast}
+            elif self.args.fp16:
+                unwrapped.half()
+            return unwrapped.generate(prompts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "cast", "lines"),
+    [
+        ("compute_loss", "unwrapped.to(torch.bfloat16)", [9]),
+        ("score", "unwrapped.to(torch.bfloat16)", []),
+        ("compute_loss", "prompts.to(torch.bfloat16)", [11]),
+    ],
+)
+def test_the_unwrapped_model_of_a_trainer_is_the_one_in_training(method, cast, lines):
+    """TRL's context returns the module itself: a cast inside it stays after the rollout, and is reported once per function."""
+    text = GENERATED.format(base="BaseTrainer", method=method, cast=cast)
+    assert [f.line for f in findings(text, "HS137")] == lines

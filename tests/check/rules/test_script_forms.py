@@ -34,15 +34,15 @@ def reported(text, code):
     ("region", "forward", "validation", "count"),
     [
         ("autocast('cuda')", "model.training_step(x)", "with torch.no_grad():\n    model.validation_step(x)\n", 1),
-        ("autocast('cuda')", "model(x)", "def validate(m):\n    m.eval()\n    for x in valid:\n        m(x)\nvalidate(model)\n", 1),
-        ("autocast('cuda')", "model(x)", "def validate(m):\n    m.train()\n    for x in valid:\n        m(x)\nvalidate(model)\n", 0),
-        ("autocast('cuda')", "model(x)", "@torch.no_grad()\ndef evaluate(model):\n    model(x)\nevaluate(runner.module)\n", 1),
-        ("autocast('cuda')", "model(x)", "with torch.no_grad():\n    if flash_attention:\n        with autocast('cuda'):\n            model(x)\n    else:\n        model(x)\n", 1),
+        ("autocast('cuda')", "model(x)", "def validate(m):\n    m.eval()\n    for x in valid:\n        out = m(x)\nvalidate(model)\n", 1),
+        ("autocast('cuda')", "model(x)", "def validate(m):\n    m.train()\n    for x in valid:\n        out = m(x)\nvalidate(model)\n", 0),
+        ("autocast('cuda')", "model(x)", "@torch.no_grad()\ndef evaluate(model):\n    out = model(x)\nevaluate(runner.module)\n", 1),
+        ("autocast('cuda')", "model(x)", "with torch.no_grad():\n    if flash_attention:\n        with autocast('cuda'):\n            out = model(x)\n    else:\n        out = model(x)\n", 1),
         ("autocast('cuda')", "model(x)", "@torch.no_grad()\ndef generate(model, x):\n    for _ in range(9):\n        x = model(x)\n", 0),
-        ("autocast('cuda')", "criterion(x)", "criterion.eval()\nwith torch.no_grad():\n    for x in valid_loader:\n        criterion(x)\n", 0),
-        ("accel.autocast()", "model(x)", "with torch.no_grad():\n    model(x)\n", 1),
-        ("accelerator.autocast()", "model(x)", "with torch.no_grad():\n    model(x)\n", 0),
-        ("(autocast if amp else nullcontext)('cuda')", "model(x)", "with torch.no_grad():\n    model(x)\n", 0),
+        ("autocast('cuda')", "criterion(x)", "criterion.eval()\nwith torch.no_grad():\n    for x in valid_loader:\n        out = criterion(x)\n", 0),
+        ("accel.autocast()", "model(x)", "with torch.no_grad():\n    out = model(x)\n", 1),
+        ("accelerator.autocast()", "model(x)", "with torch.no_grad():\n    out = model(x)\n", 0),
+        ("(autocast if amp else nullcontext)('cuda')", "model(x)", "with torch.no_grad():\n    out = model(x)\n", 0),
     ],
 )  # fmt: skip
 def test_validation_without_autocast(region, forward, validation, count):
@@ -60,7 +60,7 @@ def test_autocast_through_a_variable(context, inside, count):
     text = TRAIN.format(region="region('cuda')", forward="model(x)").replace(
         "scaler =", f"region = {context}\nscaler ="
     )
-    text += f"with torch.no_grad():\n    for x in valid:\n        with {inside}:\n            model(x)\n"
+    text += f"with torch.no_grad():\n    for x in valid:\n        with {inside}:\n            out = model(x)\n"
     assert len(reported(text, "HS149")) == count
 
 

@@ -237,6 +237,11 @@ def test_trainer_subclasses_use_the_accelerator_of_the_trainer():
         ("with accelerator.autocast():\n    loss = f(model(x))\naccelerator.backward(loss)", []),
         ("accelerator.backward(loss)\nwith accelerator.autocast():\n    optimizer.step()", ["HS187:warning"]),
         ("with accelerator.accumulate(model):\n    accelerator.backward(loss)", []),
+        (
+            "autocast = pipe.autocast or accelerator.autocast\nwith autocast():\n    accelerator.backward(loss)\n    optimizer.step()",
+            ["HS187:warning"],
+        ),
+        ("autocast = pipe.autocast\nwith autocast():\n    accelerator.backward(loss)", []),
     ],
 )
 def test_backward_belongs_outside_the_frameworks_autocast(body, expected):

@@ -118,7 +118,7 @@ def test_form_is_reported_and_its_repair_is_not(rule, wrong, right):
 LOADED = (
     "import torch\nfrom transformers import AutoModelForCausalLM\ndtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32\n"
     "model = AutoModelForCausalLM.from_pretrained(name{dtype})\nscaler = torch.amp.GradScaler('cuda', enabled=dtype == torch.float16)\n"
-    "for x in loader:\n    model.eval()\n    with torch.no_grad():\n        model(x)\n    model.train()\n"
+    "for x in loader:\n    model.eval()\n    with torch.no_grad():\n        out = model(x)\n    model.train()\n"
     "    with torch.autocast('cuda', dtype=torch.float16):\n        loss = model(x).loss\n"
     "    if dtype == torch.float16:\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
     "        scheduler.step()\n    else:\n        loss.backward()\n        optimizer.step()\n        scheduler.step()\n"

@@ -201,3 +201,33 @@ class Runner:
 def test_a_flag_that_is_stored_next_to_a_region_that_is_always_on(enabled, count):
     """A bfloat16 loop has no scaler, and the flag still switches nothing."""
     assert len(findings(REGION.format(enabled=enabled), "HS139")) == count
+
+
+SCALED = """\
+import torch
+dtype = args.dtype
+{chosen}
+scaler = torch.amp.GradScaler('cuda', enabled={enabled})
+for x in loader:
+    with torch.autocast('cuda'{dtype}):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "enabled", "dtype", "lines"),
+    [
+        ("if dtype == 'bfloat16': print(dtype)", "dtype == 'float16'", "", [6]),
+        ("dtype = 'bf16' if supports_bfloat16() else 'float16'", "(dtype == 'float16')", "", [6]),
+        ("if dtype == 'bfloat16': print(dtype)", "dtype == 'float16'", ", dtype=getattr(torch, dtype)", []),
+        ("if dtype == 'float32': print(dtype)", "dtype == 'float16'", "", []),
+        ("if dtype == 'bfloat16': print(dtype)", "args.amp", "", []),
+    ],
+)
+def test_a_scaler_for_float16_alone_shows_that_the_region_needs_a_dtype(chosen, enabled, dtype, lines):
+    """With `dtype == 'bfloat16'` the scaler is off, but a region without a dtype still computes in float16."""
+    text = SCALED.format(chosen=chosen, enabled=enabled, dtype=dtype)
+    assert [f.line for f in findings(text, "HS136")] == lines

@@ -26,12 +26,12 @@ def reported(text, *wanted):
 @pytest.mark.parametrize(
     ("name", "validation", "count"),
     [
-        ("hubert", "for x in valid_loader:\n    with torch.no_grad():\n        hubert(x)\n", 1),
-        ("seg_net", "with torch.no_grad():\n    for x in test_set:\n        seg_net(x)\n", 1),
+        ("hubert", "for x in valid_loader:\n    with torch.no_grad():\n        out = hubert(x)\n", 1),
+        ("seg_net", "with torch.no_grad():\n    for x in test_set:\n        out = seg_net(x)\n", 1),
         ("generator", "with torch.no_grad():\n    sample = generator(noise)\n", 0),
-        ("student", "with torch.no_grad():\n    for x in valid_loader:\n        teacher(x)\nteacher.eval()\n", 0),
-        ("model", "with tqdm(total=3) as bar, torch.no_grad():\n    model(x)\n", 1),
-        ("model", "with precision_context(), torch.no_grad():\n    model(x)\n", 0),
+        ("student", "with torch.no_grad():\n    for x in valid_loader:\n        out = teacher(x)\nteacher.eval()\n", 0),
+        ("model", "with tqdm(total=3) as bar, torch.no_grad():\n    out = model(x)\n", 1),
+        ("model", "with precision_context(), torch.no_grad():\n    out = model(x)\n", 0),
     ],
 )
 def test_validation_of_a_model_with_any_name(name, validation, count):
@@ -268,18 +268,18 @@ def test_gradients_that_are_replaced_before_they_are_unscaled(change):
 @pytest.mark.parametrize(
     ("validation", "count"),
     [
-        ("@torch.no_grad()\ndef evaluate(model):\n    for batch in valid:\n        model(**batch)\n", 1),
-        ("@torch.no_grad()\ndef evaluate(model):\n    for x in valid:\n        model.module(x)\n", 1),
-        ("@torch.no_grad()\ndef evaluate(model_ema):\n    for x in valid:\n        model_ema.ema(x)\n", 1),
-        ("def evaluate(model):\n    torch.set_grad_enabled(False)\n    for x in valid:\n        model(x)\n", 1),
+        ("@torch.no_grad()\ndef evaluate(model):\n    for batch in valid:\n        out = model(**batch)\n", 1),
+        ("@torch.no_grad()\ndef evaluate(model):\n    for x in valid:\n        out = model.module(x)\n", 1),
+        ("@torch.no_grad()\ndef evaluate(model_ema):\n    for x in valid:\n        out = model_ema.ema(x)\n", 1),
+        ("def evaluate(model):\n    torch.set_grad_enabled(False)\n    for x in valid:\n        out = model(x)\n", 1),
         (
             "def evaluate(model):\n    torch.set_grad_enabled(False)\n    torch.set_grad_enabled(True)\n"
-            "    for x in valid:\n        model(x)\n",
+            "    for x in valid:\n        out = model(x)\n",
             0,
         ),
-        ("with torch.set_grad_enabled(train):\n    if not train:\n        model(x)\n", 1),
-        ("with torch.set_grad_enabled(train):\n    if not debug:\n        model(x)\n", 0),
-        ("import pytest\ndef test_a(model):\n    with torch.no_grad():\n        model(x)\n", 0),
+        ("with torch.set_grad_enabled(train):\n    if not train:\n        out = model(x)\n", 1),
+        ("with torch.set_grad_enabled(train):\n    if not debug:\n        out = model(x)\n", 0),
+        ("import pytest\ndef test_a(model):\n    with torch.no_grad():\n        out = model(x)\n", 0),
         ("with torch.no_grad():\n    other = self._create_model(x)\n", 0),
     ],
 )

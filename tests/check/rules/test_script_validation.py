@@ -162,7 +162,7 @@ def test_methods_and_other_models(model, name, data, call, expected):
 @pytest.mark.parametrize(
     "validation",
     [
-        "test_questions = ['a', 'b']\nwith torch.no_grad():\n    for q in test_questions:\n        model.generate(encode(q))\n",
+        "test_questions = ['a', 'b']\nwith torch.no_grad():\n    for q in test_questions:\n        out = model.generate(encode(q))\n",
         "model.eval()\nwith torch.no_grad():\n    shape = model(dummy_input).shape\n",
     ],
 )
@@ -282,3 +282,198 @@ evaluate(model, val_loader, config)
 def test_float8_products_are_not_torchs_autocast(context):
     """Outside Transformer Engine's region a model computes in the format of its weights."""
     assert reported(FLOAT8.format(context=context)) == []
+
+
+SWITCHED = """\
+import torch
+def compute_loss(model, x, is_training):
+    with torch.set_grad_enabled({mode}):
+        loss = model(x)
+    return loss
+def validate(model, loader):
+    model.eval()
+    for x in loader:
+        loss = compute_loss(model, x, is_training={flag})
+def train(model, loader):
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = compute_loss(model, x, is_training=True)
+        loss.backward()
+        optimizer.step()
+    {validation}validate(model, valid)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "flag", "validation", "expected"),
+    [
+        ("is_training", "False", "", [9]),
+        ("mode=is_training", "False", "", [9]),
+        ("is_training", "True", "", []),
+        ("other", "False", "", []),
+        ("is_training", "False", "with torch.autocast('cuda', dtype=torch.bfloat16): ", []),
+    ],
+)
+def test_the_callers_literal_switches_gradients_off(mode, flag, validation, expected):
+    """`set_grad_enabled(is_training)` in a helper of both phases is `no_grad` where the caller passes False."""
+    assert reported(SWITCHED.format(mode=mode, flag=flag, validation=validation)) == expected
+
+
+def test_a_switch_as_a_statement_follows_the_caller_too():
+    """`torch.set_grad_enabled(is_training)` turns gradients off for the rest of the helper."""
+    text = SWITCHED.format(mode="is_training", flag="False", validation="")
+    block = "    with torch.set_grad_enabled(is_training):\n        loss"
+    assert reported(text.replace(block, "    torch.set_grad_enabled(is_training)\n    loss")) == [9]
+
+
+WRAPPED = """\
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(model, loader):
+    {parallel} = {create}(model)
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = {parallel}(x)
+        loss.backward()
+        optimizer.step()
+def validate(model, loader):
+    with torch.no_grad():
+        for x in loader:
+            loss = model(x)
+"""
+
+
+@pytest.mark.parametrize(("create", "expected"), [("DDP", [13]), ("make_criterion", [])])
+def test_a_wrapped_model_is_a_model_under_any_name(create, expected):
+    """What DistributedDataParallel returns is called like the model; a variable of unknown origin is not."""
+    assert reported(WRAPPED.format(parallel="model_distributed", create=create)) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [("...", [15]), ("raise NotImplementedError", [15]), ("pass", [15]), ("return x.mean()", [])],
+)
+def test_an_abstract_forward_is_one_of_a_subclass(body, expected):
+    """A base class trains and validates with the `forward` that its subclasses define."""
+    text = f"""\
+import torch
+class Base:
+    def forward(self, x):
+        {body}
+    def train_epoch(self, loader):
+        for x in loader:
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = self.forward(x)
+            loss.backward()
+            self.optimizer.step()
+    def validate_epoch(self, loader):
+        self.model.eval()
+        with torch.no_grad():
+            for x in loader:
+                loss = self.forward(x)
+"""
+    assert reported(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ("with torch.no_grad():\n    model(x)\n", []),
+        ("with torch.no_grad():\n    out = model(x)\n", [10]),
+        ("wave = torch.randn(2, 16000)\nmel = transform(wave)\nwith torch.no_grad():\n    out = model(mel)\n", []),
+        ("wave = load(path)\nmel = transform(wave)\nwith torch.no_grad():\n    out = model(mel)\n", [12]),
+    ],
+)
+def test_a_forward_that_measures_nothing(after, expected):
+    """A result that is dropped, and transformed inputs that were made up, are no validation."""
+    assert reported(TRAINED.format(before="", after=after)) == expected
+
+
+STEP = """\
+import torch
+def observe(model, x):
+    return model(x)
+def train_model(model, x):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+def train_actor(model, actor, x):
+    model.eval()
+    with torch.no_grad():
+        state = observe(model, x)
+    loss = actor(state)
+    {last}
+"""
+
+
+def test_a_forward_in_a_training_step_is_not_validation():
+    """A function without a loop that ends with a backward is one step, whichever frozen models it runs."""
+    assert reported(STEP.format(last="loss.backward()")) == []
+    assert reported(STEP.format(last="print(loss)")) == [3]
+
+
+BRANCHES = """\
+import torch
+def run(mode, model, {head}, loader, valid):
+    if mode == 'patch':
+        for x in loader:
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = model(x)
+            loss.backward()
+        with torch.no_grad(), torch.autocast('cuda', dtype=torch.bfloat16):
+            for x in valid:
+                out = model(x)
+    else:
+        for x in loader:
+            with {region}:
+                loss = {head}(x)
+            loss.backward()
+        with torch.no_grad():
+            for x in valid:
+                out = {head}(x)
+head.eval()
+"""
+
+
+def test_each_mode_of_a_script_has_its_own_validation():
+    """The branch of another mode is not the one without mixed precision, if its training runs under autocast."""
+    low, full = "torch.autocast('cuda', dtype=torch.bfloat16)", "torch.enable_grad()"
+    assert reported(BRANCHES.format(head="head", region=low)) == [18]
+    assert reported(BRANCHES.format(head="head", region=full)) == []
+
+
+def test_a_condition_of_training_too_does_not_turn_autocast_off():
+    """An early exit without CUDA stands before training and validation alike."""
+    guard = "if device.type == 'cuda' and not torch.cuda.is_available():\n    raise SystemExit\n"
+    after = "with torch.no_grad():\n    for x in valid:\n        out = model(x)\n"
+    assert reported(TRAINED.format(before=guard.strip(), after=after)) == [12]
+
+
+ROLLOUT = """\
+import torch
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+for x in loader:
+    for t in {times}:
+        with torch.no_grad():
+            state = model(x)
+    loss = actor(state)
+    {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "last", "expected"),
+    [
+        ("range(horizon)", "loss.backward()", []),
+        ("range(horizon)", "print(loss)", [10]),
+        ("valid", "loss.backward()", [10]),
+    ],
+)
+def test_a_rollout_belongs_to_its_training_step(times, last, expected):
+    """A loop over a number before a backward is part of the step, a loop over data is not."""
+    assert reported(ROLLOUT.format(times=times, last=last)) == expected

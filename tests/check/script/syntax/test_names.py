@@ -25,6 +25,8 @@ def expression(text):
         ("import torch", "torch.half", "torch.float16"),
         ("autocast = torch.cuda.amp.autocast", "autocast", "torch.cuda.amp.autocast"),
         ("from .engine import autocast", "autocast", ".engine.autocast"),
+        ("from trl.trainer.dpo_trainer import Any, autocast, nn", "autocast", "torch.amp.autocast"),
+        ("from trl.trainer.dpo_trainer import nn", "nn", "trl.trainer.dpo_trainer.nn"),
         ("import numpy as np", "autocast", ""),
     ],
 )

@@ -21,6 +21,7 @@ from halfstep.check.script.objects.engines import (
     loop_class,
     prepared_for,
 )
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -281,12 +282,16 @@ class BackwardInsideOwnedAutocast(TraceRule):
         event = trace[index]
         region = event.inside("owned")
         func = region.node.func if region is not None and isinstance(region.node, ast.Call) else None
-        if region is None or not isinstance(func, ast.Attribute) or func.attr != "autocast":
+        if region is None or func is None:
             return None
-        engine = engine_at(script, key_of(func.value), event.function)
+        values = script.outline.values(key_of(func), event.function)  # `self.autocast = self.accelerator.autocast`
+        options = [func, *(option for value in values for option in options_of(value))]
+        owners = [key_of(o.value) for o in options if isinstance(o, ast.Attribute) and o.attr == "autocast"]
+        engine = next((e for key in owners if (e := engine_at(script, key, event.function)) is not None), None)
         if engine is None or engine.precision in {"fp32", "half"}:
             return None
-        if event.kind == "opt_step" and any(e.inside("owned") is region for e in trace if "backward" in e.kind):
+        around = [e.inside("owned") for e in trace if "backward" in e.kind] if event.kind == "opt_step" else []
+        if any(other is not None and other.node is region.node for other in around):
             return None
         what = "backward" if event.kind == "owned_backward" else f"`{event.optimizer}.step()`"
         return self.finding(

@@ -60,6 +60,7 @@ for x, y in loader:
 _BF16 = regex(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
 _COMPARED = regex(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
 _ON_DEVICE = regex(r"[\w.]+ == ['\"](cuda|cpu)['\"]$|[\w.]+\.is_cuda$")
+_ONLY_FLOAT16 = regex(r"\(?([\w.]+) == ['\"](?:float16|fp16)['\"]\)?")
 _SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
 
 
@@ -125,6 +126,7 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
         "no_grad"
     ) is None:  # the scaler is on for bfloat16, and the region for everything
         texts += [scaler.enabled for scaler in script.scalers if " in " in scaler.enabled or " or " in scaler.enabled]
+        texts += _excluded_formats(script)
     excluded = {guard.text for guard in event.guards if not guard.is_true}
     # `args.bf16 or args.fp16`: each part enables the region.
     for text in (part.strip("()") for joined in texts for part in re.split(r" (?:or|and) ", joined)):
@@ -136,6 +138,16 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
         if _COMPARED.match(text):
             return text
     return ""
+
+
+def _excluded_formats(script: Script) -> Iterator[str]:
+    """The tests for bfloat16 of a setting whose float16 alone enables the scaler: `dtype == 'bfloat16'`."""
+    for scaler in script.scalers:
+        if match := _ONLY_FLOAT16.fullmatch(scaler.enabled):
+            setting = match[1]
+            assigned = rf"(?<![\w.]){re.escape(setting)}\s*(?::\s*str\s*)?==?\s*['\"](bfloat16|bf16)['\"]"
+            if format_ := re.search(assigned, script.source.text):
+                yield f"{setting} == '{format_[1]}'"
 
 
 class ContextNotEntered(ScriptRule):

@@ -12,7 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
-from halfstep.check.script.flow.phases import only_in_training
+from halfstep.check.script.flow.phases import is_drawn, is_probe, only_in_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
@@ -55,14 +55,10 @@ _EVALUATION = regex(
 _LOSS = regex(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = regex(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = regex(r"accelerator|fabric|trainer", re.IGNORECASE)
-_DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
-_MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _METHODS = regex(r"^(generate|predict|encode)")
-_MOVES = {"to", "cuda", "half", "float", "type"}
 _LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
-# Pictures and exports are no validation.
-_DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
+# Exports are no validation.
 _ASIDE = regex(r"visuali|plot|debug|demo|export|onnx|profil|^_*(save|dump)_", re.IGNORECASE)
 
 
@@ -133,21 +129,23 @@ class EvaluationWithoutAutocast(ScriptRule):
                 )
                 return
         nodes = {e.node for e in trained}
+        shared = {guard for e in trained for guard in e.guards}  # conditions under which training has autocast
         for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
             if event.autocast() or event.inside("owned"):
                 continue
             if event.inside("autocast") and not (_is_validation(script, event) and _is_off(event)):
                 continue  # a part of a model that needs float32
-            if without_amp(event) or any(_is_alternative(e, _without_kernels(event)) for e in validated):
+            other = dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in shared))
+            if without_amp(other) or any(_is_alternative(script, e, event, trained) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes | {e.node for e in validated})
             off = event.inside("autocast")
             node = off.node if off is not None else node
-            if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
+            if _ASIDE.search(function.name) or _samples(script, event, function) or is_drawn(script, event, nodes):
                 continue
             if (
                 _opens_region(script, event)
-                or _is_probe(script, event)
+                or is_probe(script, event)
                 or _is_called_from_outside(script, event, trained)
             ):
                 continue
@@ -210,20 +208,20 @@ def _evaluates(script: Script, event: Event) -> bool:
     return event.local.subject in owners["eval"] and not owners["backward"] and not owners["train"]
 
 
-def _is_alternative(validated: Event, event: Event) -> bool:
+def _is_alternative(script: Script, validated: Event, event: Event, trained: list[Event]) -> bool:
     """Whether a forward is in the other branch of the condition on which one under autocast depends.
 
     Where that one has a flag for mixed precision too, the other condition is about something else: `if labels is None:`.
+    So it is where the model is trained under autocast in this branch, `elif mode == "slice":`, as well.
     """
-    if compatible(validated, event):
+    # `flash_attention` needs 16 bits, its other branch may use them.
+    plain = dataclasses.replace(event, guards=tuple(g for g in event.guards if not _KERNEL.search(g.text)))
+    if compatible(validated, plain):
+        return False
+    if any(not compatible(e, validated) and compatible(e, event) and _is_same(script, event, e) for e in trained):
         return False
     flags = tuple(g for g in validated.guards if is_amp(g) and g.is_true)
-    return not flags or not compatible(dataclasses.replace(validated, guards=flags), event)
-
-
-def _without_kernels(event: Event) -> Event:
-    """An event without conditions on a kernel: `flash_attention` needs 16 bits, its other branch may use them."""
-    return dataclasses.replace(event, guards=tuple(g for g in event.guards if not _KERNEL.search(g.text)))
+    return not flags or not compatible(dataclasses.replace(validated, guards=flags), plain)
 
 
 def _name_of(model: str) -> str:
@@ -306,51 +304,6 @@ def _samples(script: Script, event: Event, function: Function) -> bool:
     loops = loops_around(script, event)
     draws = {n.attr for n in ast.walk(loops[-1]) if isinstance(n, ast.Attribute)} if loops else set()
     return own or "multinomial" in draws or any(map(_SAMPLES.search, callers))
-
-
-def _is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
-    """Whether each result of a forward is drawn: a picture of some examples, in its loop or, in training, in its block."""
-    loops = loops_around(script, event)
-    around: ast.AST | None = loops[-1] if loops else None
-    inner = list(script.above(event.node))
-    if around not in inner and not isinstance(event.function.node, ast.Module):
-        # One batch, in a function that draws it. In a loop over all of them `wandb.Image` shows the first.
-        if any(key_of(n.func) == "wandb.Image" for n in ast.walk(event.function.node) if isinstance(n, ast.Call)):
-            return True
-        around = event.function.node
-    if around is not None and trained & set(ast.walk(around)):
-        blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
-        around = next((block for block in blocks if block is not around), None)
-    places = [around] if around is not None else _cell_around(script, event) if not loops else []
-    calls = [n for place in places for n in ast.walk(place) if isinstance(n, ast.Call)]
-    return any(_DRAWS.search(key_of(call.func)) for call in calls)
-
-
-def _cell_around(script: Script, event: Event) -> list[ast.AST]:
-    """The statements of the notebook's cell in which a forward is, or its statement at the top of a script."""
-    top = [node for node in (event.node, *script.above(event.node)) if isinstance(node, ast.stmt)]
-    if not top or not isinstance(event.function.node, ast.Module):
-        return []
-    if script.source.language != "notebook":
-        return [top[-1]]
-    cell = script.source.cell_line(top[-1].lineno).cell
-    return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
-
-
-def _is_probe(script: Script, event: Event) -> bool:
-    """Whether the inputs of a forward are made up, to show a shape or to warm up: `model(torch.zeros(1, 3, size, size))`."""
-    if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
-        return True
-    values = [v for a in event.node.args for v in script.outline.values(key_of(a), event.function) or [a]]
-    names = [key_of(v.func).rsplit(".", 1)[-1] if isinstance(v, ast.Call) else "" for v in map(_moved, values)]
-    return bool(names) and all(map(_MADE_UP.search, names))
-
-
-def _moved(value: ast.expr) -> ast.expr:
-    """What is moved to a device: `torch.zeros(...)` of `torch.zeros(...).to(device)`."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
-        value = value.func.value
-    return value
 
 
 def _is_called_from_outside(script: Script, event: Event, trained: list[Event]) -> bool:

@@ -21,6 +21,7 @@ __all__ = ["RULES", "is_copied"]
 
 _EVALUATES = regex(r"^_*(run_|do_|log_)?(eval|valid|test|infer|sampl|generat)", re.IGNORECASE)
 _COPY = regex(r"copy|(^|[._])ema", re.IGNORECASE)
+_UNWRAPS = "unwrap_model_for_generation"
 _PIPELINE = regex(r"pipe|model|unet|transformer", re.IGNORECASE)
 _ENGINE = """\
 import torch
@@ -64,6 +65,8 @@ class EvaluationHalvesModel(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """In-place casts, in an evaluation, of the model that the file trains."""
         trains = {e.function for e in script.events("backward", "owned_backward")}
+        for cast in _unwrapped_for_generation(script):
+            yield self._report(script, cast, " or ".join(sorted(cast.formats & SIXTEEN_BIT)), None)
         if is_exercise(script) or not trains:
             return
         casts = [c for c in casts_in(script.outline) if _is_evaluation(c.function) and c.function not in trains]
@@ -130,6 +133,20 @@ def _lowered_for_pipeline(script: Script) -> Iterator[tuple[VariableCast, ast.Ca
             if _PIPELINE.search(key) and any("dtype" in text_of(value) for value in arguments_of(call)):
                 yield VariableCast(call, function, key, cast_formats(outline, call, function)), back
                 break
+
+
+def _unwrapped_for_generation(script: Script) -> Iterator[VariableCast]:
+    """The casts of what TRL's `unwrap_model_for_generation` returns in a Trainer: the model in training, not a copy."""
+    outline = script.outline
+    blocks = [outline.parents.get(call) for call, _ in outline.calls.get(_UNWRAPS, ())]
+    names = {key_of(b.optional_vars): b for b in blocks if isinstance(b, ast.withitem) and b.optional_vars is not None}
+    reported: set[Function] = set()
+    for cast in sorted(casts_in(outline), key=lambda c: c.call.lineno) if names else ():
+        trains = outline.classes.get(cast.function.cls, {}).keys() & {"compute_loss", "training_step"}
+        inner = names.get(cast.key) in {item for n in script.above(cast.call) for item in getattr(n, "items", ())}
+        if trains and inner and cast.formats & SIXTEEN_BIT and cast.function not in reported:
+            reported.add(cast.function)
+            yield cast
 
 
 def is_copied(function: Function, key: str) -> bool:

@@ -88,6 +88,7 @@ class Conditions:
         """The functions of this file that a call may run, each with the guards under which it does."""
         target = self.outline.call_target(call, self.function)
         methods = [target] if target is not None else self.outline.possible_targets(call, self.function)
+        methods = [method for method in methods if not _is_abstract(method)]
         if any(map(self._is_optimizer_step, methods)):
             return []  # the step itself is what matters, not how the optimizer computes it
         # Of several classes one at a time, and the same one at every call.
@@ -243,3 +244,11 @@ def leaves_block(body: list[ast.stmt]) -> bool:
     if isinstance(last, ast.If):
         return leaves_block(last.body) and leaves_block(last.orelse)
     return isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+
+def _is_abstract(method: Function) -> bool:
+    """Whether a method only declares what the subclasses of other files do: `...`, `pass` or `raise NotImplementedError`."""
+    if not method.method or len(method.body) > 2:
+        return False
+    rest = [s for s in method.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return all(isinstance(s, ast.Pass) or (isinstance(s, ast.Raise) and "NotImpl" in text_of(s.exc)) for s in rest)

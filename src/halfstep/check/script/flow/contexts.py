@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Guard, Region
-from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
+from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -62,8 +62,9 @@ class Contexts:
         if full in _NO_GRAD:
             return Region("no_grad", node, (), guards, num_loops)
         if full in _SWITCHES:
-            off = isinstance(node, ast.Call) and node.args and text_of(node.args[0]) == "False"
-            return Region("no_grad" if off else "other", node, (), guards, num_loops)
+            mode = argument(node, 0, "mode") if isinstance(node, ast.Call) else None
+            off = mode is not None and text_of(mode) == "False"
+            return Region("no_grad" if off else "other", node, (), guards, num_loops, key_of(mode))
         if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
             return Region("scaled_loss", node, (), guards, num_loops)
         is_float8 = bool(_FLOAT8.search(key_of(func))) or full.startswith("transformer_engine.")

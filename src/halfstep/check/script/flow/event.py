@@ -47,6 +47,7 @@ class Region:
     autocasts: tuple[Autocast, ...] = ()
     guards: tuple[Guard, ...] = ()
     num_loops: int = 0  # loops around it
+    switch: str = ""  # of `set_grad_enabled(flag)`: the variable that decides whether gradients are computed
 
 
 @dataclass(frozen=True, eq=False)

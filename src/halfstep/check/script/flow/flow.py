@@ -99,7 +99,7 @@ class _Walk:
             if isinstance(statement, ast.Expr) and self.contexts.is_gradient_switch(statement.value):
                 switch = self.contexts.region(statement.value, guards, len(loops))
                 regions = tuple(r for r in regions if not self.contexts.is_gradient_switch(r.node))
-                regions = (*regions, switch) if switch.kind == "no_grad" else regions
+                regions = (*regions, switch) if switch.kind == "no_grad" or switch.switch else regions
             if isinstance(statement, ast.If):
                 leaves, leaves_else = leaving(statement, in_loop=bool(loops))
                 if len(guards) > MAX_GUARDS:

@@ -225,15 +225,38 @@ def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
 
 
 def in_training_step(script: Script, event: Event) -> bool:
-    """Whether each pass of the loop around an event runs a backward after it, and evaluates nothing: the fakes for a discriminator."""
-    loop = next(iter(reversed(_loops_of(script, event.node))), None)
-    inner = list(script.above(event.node))
-    if loop is None or any(isinstance(n, (ast.If, ast.Try)) for n in inner[: inner.index(loop)]):
+    """Whether each training step runs an event, or the call that led to it, before its backward: the fakes for a discriminator.
+
+    A step is a pass of a loop that evaluates nothing, or a call of a function without a loop. A loop over a number inside it,
+    as of a rollout, is a part of it.
+    """
+    for place in (event.node, *reversed(event.roots)):
+        loops = _loops_of(script, place)
+        while loops and _repeats_within(loops[-1]):
+            loops.pop()
+        scope: ast.AST = loops[-1] if loops else _function_of(script, place)
+        methods = [n for n in ast.walk(scope) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        evaluates = any(text_of(n.func).endswith(".eval") for n in methods)
+        backwards = [n for n in methods if text_of(n.func).endswith("backward")]
+        backwards = [n for n in backwards if _loops_of(script, n)[-1:] == loops[-1:]]
+        if loops or backwards:
+            inner = list(script.above(place))
+            # Loops evaluate now and then; a function without one has options, and switches its frozen models to evaluation.
+            is_aside = evaluates or any(isinstance(n, (ast.If, ast.Try)) for n in inner[: inner.index(scope)])
+            if isinstance(scope, ast.Module) or (loops and is_aside):
+                return False
+            return any(n.lineno > getattr(place, "lineno", 0) for n in backwards)
+        if evaluates:
+            return False
+    return False
+
+
+def _repeats_within(loop: AnyLoop) -> bool:
+    """Whether a loop counts, `for t in range(horizon)`, and trains nothing itself."""
+    source = loop.iter if isinstance(loop, ast.For) else None
+    if not isinstance(source, ast.Call) or key_of(source.func) not in {"range", "reversed"}:
         return False
-    methods = [n for n in ast.walk(loop) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
-    backwards = [n for n in methods if text_of(n.func).endswith("backward") and _loops_of(script, n)[-1:] == [loop]]
-    after = any(call.lineno > getattr(event.node, "lineno", 0) for call in backwards)
-    return after and not any(text_of(n.func).endswith(".eval") for n in methods)
+    return not any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(loop))
 
 
 def changes_in_loop(script: Script, event: Event) -> bool:

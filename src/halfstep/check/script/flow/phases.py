@@ -1,23 +1,32 @@
-"""Autocast regions that a function for training and validation leaves out of validation."""
+"""The phases of a run: regions that validation is left out of, and forwards without gradients that validate nothing."""
 
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import loops_around
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["only_in_training"]
+__all__ = ["is_drawn", "is_probe", "only_in_training"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
     r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
+
+_DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
+_MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
+_MOVES = {"to", "cuda", "half", "float", "type"}
+# Pictures are no validation.
+_DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
 
 
 def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]:
@@ -54,3 +63,62 @@ def _full_in_validation(script: Script, dtype: ast.expr, event: Event) -> tuple[
             if is_full and _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
                 return option, flag
     return None, ""
+
+
+def is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
+    """Whether each result of a forward is drawn: a picture of some examples, in its loop or, in training, in its block."""
+    loops = loops_around(script, event)
+    around: ast.AST | None = loops[-1] if loops else None
+    inner = list(script.above(event.node))
+    if around not in inner and not isinstance(event.function.node, ast.Module):
+        # One batch, in a function that draws it. In a loop over all of them `wandb.Image` shows the first.
+        if any(key_of(n.func) == "wandb.Image" for n in ast.walk(event.function.node) if isinstance(n, ast.Call)):
+            return True
+        around = event.function.node
+    if around is not None and trained & set(ast.walk(around)):
+        blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
+        around = next((block for block in blocks if block is not around), None)
+    places = [around] if around is not None else _cell_around(script, event) if not loops else []
+    calls = [n for place in places for n in ast.walk(place) if isinstance(n, ast.Call)]
+    return any(_DRAWS.search(key_of(call.func)) for call in calls)
+
+
+def _cell_around(script: Script, event: Event) -> list[ast.AST]:
+    """The statements of the notebook's cell in which a forward is, or its statement at the top of a script."""
+    top = [node for node in (event.node, *script.above(event.node)) if isinstance(node, ast.stmt)]
+    if not top or not isinstance(event.function.node, ast.Module):
+        return []
+    if script.source.language != "notebook":
+        return [top[-1]]
+    cell = script.source.cell_line(top[-1].lineno).cell
+    return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
+
+
+def is_probe(script: Script, event: Event) -> bool:
+    """Whether a forward measures nothing: its result is dropped, or its inputs are made up: `model(torch.zeros(1, 3, size, size))`."""
+    if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
+        return True
+    is_dropped = isinstance(script.outline.parents.get(event.node), ast.Expr)
+    if is_dropped and key_of(event.node.func) == event.local.subject:
+        return True  # a warm-up, or an update of the model's own state; a method such as `validation_step` logs
+    return bool(event.node.args) and all(_is_made_up(script, value, event.function) for value in event.node.args)
+
+
+def _is_made_up(script: Script, value: ast.expr, function: Function, depth: int = 2) -> bool:
+    """Whether a value is random or constant, also after a transform: `to_mel(torch.randn(1, 16000))`."""
+    values = [_moved(v) for v in script.outline.values(key_of(value), function) or [value]]
+    for call in values:
+        if not isinstance(call, ast.Call):
+            return False
+        is_new = bool(_MADE_UP.search(key_of(call.func).rsplit(".", 1)[-1]))
+        inputs = call.args if depth and isinstance(call.func, ast.Name) else []
+        if not is_new and not (inputs and all(_is_made_up(script, v, function, depth - 1) for v in inputs)):
+            return False
+    return True
+
+
+def _moved(value: ast.expr) -> ast.expr:
+    """What is moved to a device: `torch.zeros(...)` of `torch.zeros(...).to(device)`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+        value = value.func.value
+    return value

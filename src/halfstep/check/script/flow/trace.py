@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.flow import Item, Jump, read_flow
@@ -93,7 +93,7 @@ class _Follow:
                 continue  # the caller's conditions rule it out
             inner_guards = (*guards, *own_guards)
             inner_loops = (*loops, *(Loop(copy, loop.line, loop.column) for loop in item.loops))
-            inner_regions = (*regions, *_shift(item.regions, len(loops)))
+            inner_regions = (*regions, *_shift(_decided(item.regions, known), len(loops)))
             if isinstance(item, Event):
                 self.events.append(
                     dataclasses.replace(
@@ -140,6 +140,13 @@ def _rename_guards(
             yield Guard(text, is_true)
 
 
-def _shift(regions: tuple[Region, ...], by: int) -> Iterator[Region]:
+def _decided(regions: tuple[Region, ...], known: dict[str, bool]) -> tuple[Region, ...]:
+    """The regions of a function, where `set_grad_enabled(is_training)` has the value that the caller passes."""
+    if not known or not any(r.switch for r in regions):
+        return regions
+    return tuple(dataclasses.replace(r, kind="no_grad") if known.get(r.switch) is False else r for r in regions)
+
+
+def _shift(regions: Iterable[Region], by: int) -> Iterator[Region]:
     for region in regions:
         yield dataclasses.replace(region, num_loops=region.num_loops + by) if by else region

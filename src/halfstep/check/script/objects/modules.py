@@ -26,6 +26,7 @@ __all__ = [
     "is_on_by_default",
     "regions_in_forward",
     "run_by_call",
+    "wrapped_variables",
 ]
 
 WRAPS = {
@@ -61,6 +62,13 @@ def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[s
             classes.setdefault(name, set()).update(d for a in regions_of_forward for d in a.dtypes)
     _add_submodules(outline, classes)
     return {name: frozenset(dtypes) for name, dtypes in classes.items()}
+
+
+def wrapped_variables(outline: Outline) -> set[str]:
+    """The last names of the variables that contain a wrapped model: `parallel` of `self.parallel = DDP(model)`."""
+    calls = [call for name in WRAPS for call, _ in outline.library_calls.get(name, ())]
+    assigns = [a for call in calls if isinstance(a := outline.parents.get(call), ast.Assign)]
+    return {key_of(target).rsplit(".", 1)[-1] for assign in assigns for target in assign.targets} - {""}
 
 
 def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:

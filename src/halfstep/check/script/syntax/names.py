@@ -34,6 +34,8 @@ _SAME = {
     "torch.GradScaler": "torch.amp.GradScaler",
     "torch.half": "torch.float16",
 }
+# Modules that import torch's `autocast`; code that is generated from them imports it from there.
+_EXPORTS = ("trl.trainer.", "trl.experimental.")
 
 
 @dataclass(frozen=True)
@@ -154,4 +156,5 @@ def _bound_names(statement: ast.Import | ast.ImportFrom) -> Iterable[tuple[ast.a
             for name in _STARS.get(module, ()):
                 yield alias, name, f"{module}.{name}"
         else:
-            yield alias, alias.asname or alias.name, f"{module}.{alias.name}"
+            source = "torch.amp" if alias.name == "autocast" and module.startswith(_EXPORTS) else module
+            yield alias, alias.asname or alias.name, f"{source}.{alias.name}"
