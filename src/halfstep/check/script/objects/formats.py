@@ -26,6 +26,7 @@ __all__ = [
     "base_of",
     "cast_formats",
     "casts_in",
+    "entries_named",
     "formats_of",
     "keyword_of",
     "may_be_none",
@@ -219,6 +220,18 @@ def _entries(table: ast.Dict, wanted: str | None) -> list[ast.expr]:
     if wanted is not None:
         return [v for k, v in zip(table.keys, table.values, strict=True) if constant(k) == wanted]
     return table.values
+
+
+def entries_named(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """What `parts["model"]` is: that entry of a dictionary, or of the one that a function of this file returns."""
+    owner, _, name = key.rpartition("[")
+    for value, scope in outline.sources(owner, function)[:MAX_VALUES] if name[:1] in {"'", '"'} else ():
+        target = outline.call_target(value, scope) if isinstance(value, ast.Call) else None
+        options = [(v, target) for v in returned_by(target)] if target is not None else [(value, scope)]
+        for option, inner in options:
+            known = [v for v, _ in outline.sources(key_of(option), inner)] if key_of(option) else [option]
+            entries = [_entry_of(table, name[1:-2]) for table in known[:MAX_VALUES]]
+            yield from ((entry, inner) for entry in entries if entry is not None)
 
 
 def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str) -> ast.expr | None:

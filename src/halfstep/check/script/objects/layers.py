@@ -1,4 +1,4 @@
-"""Layers that a loop over the modules of a model casts, and optimizers that a file defines itself."""
+"""Layers and parameters that a loop over a model casts, and the optimizers without master weights that a file creates or defines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, VariableCast, conditions_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["cast_layers", "defines_optimizer"]
+__all__ = [
+    "MAKES_OPTIMIZER",
+    "cast_layers",
+    "defined_optimizers",
+    "may_freeze",
+    "model_of_every_parameter",
+    "optimizer_factories",
+    "plain_optimizers",
+]
 
+# Packages whose optimizers update the weights in the dtype the weights have.
+_PLAIN = (
+    "torch.optim.", "bitsandbytes.optim.", "transformers.AdamW", "transformers.Adafactor", "transformers.optimization.Ada",
+    "apex.optimizers.", "torchao.optim.", "torchao.prototype.low_bit_optim.", "lion_pytorch.", "prodigyopt.", "dadaptation.",
+    "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
+)  # fmt: skip
+_KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
+MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 _MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
 # Names of the bits that 16-bit weights do not have, in optimizers that keep them elsewhere.
 _LOW_BITS = regex(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
@@ -42,10 +59,69 @@ def cast_layers(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[tup
             yield Cast(call, function, key.removesuffix(".data"), formats, "cast"), key_of(func.value)
 
 
-def defines_optimizer(outline: Outline) -> bool:
-    """Whether a class of this file is an optimizer that is used, and none keeps the low bits of 16-bit weights."""
+def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:
+    """The model of `for p in model.parameters():` around a cast of each; "" if there is none, or something may be frozen."""
+    loop = outline.parents.get(outline.parents.get(call, call))
+    source = loop.iter if isinstance(loop, ast.For) else None
+    func = source.func if isinstance(source, ast.Call) else None
+    if not isinstance(func, ast.Attribute) or func.attr not in {"parameters", "named_parameters"}:
+        return ""
+    return "" if may_freeze(outline) else key_of(func.value)
+
+
+def may_freeze(outline: Outline) -> bool:
+    """Whether a name of the file is about freezing parameters."""
+    return any("freez" in name or "requires_grad" in name for name in (*outline.calls, *outline.bindings))
+
+
+def defined_optimizers(outline: Outline) -> frozenset[str]:
+    """The classes of this file that are optimizers and used; none if one keeps the low bits of 16-bit weights."""
     bases = outline.bases.items()
     own = {name for name, parents in bases if any(text_of(base).endswith("Optimizer") for base in parents)}
     own &= outline.calls.keys()
     methods = [method.node for name in own for method in outline.classes.get(name, {}).values()]
-    return bool(own) and not any(_LOW_BITS.search(ast.unparse(node)) for node in methods)
+    return frozenset(() if any(_LOW_BITS.search(ast.unparse(node)) for node in methods) else own)
+
+
+def optimizer_factories(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls of functions of other files that create an optimizer: `optimizer = build_optimizer(cfg, model)`."""
+    sites = [site for name, calls in outline.calls.items() if MAKES_OPTIMIZER.search(name) for site in calls]
+    return tuple(
+        (call, function)
+        for call, function in sites
+        if outline.call_target(call, function) is None and _is_assigned_optimizer(outline, call)
+    )
+
+
+def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls that create an optimizer without master weights."""
+    calls = [
+        site
+        for full, sites in outline.library_calls.items()
+        if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
+        for site in sites
+    ]
+    # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
+    for name, sites in outline.calls.items():
+        if "optim" in name.lower() and name in outline.bindings:
+            calls += [site for site in sites if _is_plain_class(outline, site.call.func, site.function)]
+    calls += [site for name in sorted(defined_optimizers(outline)) for site in outline.calls[name]]
+    return tuple(
+        (call, function)
+        for call, function in calls
+        if not any(k.arg in _KEEPS_MASTER and constant(k.value) is not False for k in call.keywords)
+    )
+
+
+def _is_plain_class(outline: Outline, func: ast.expr, function: Function) -> bool:
+    options = [func]
+    key = key_of(func)
+    if key:
+        options = [part for v in outline.values(key, function) for part in arms_of(v)]
+    return bool(options) and all(outline.names.full(option).startswith(_PLAIN) for option in options)
+
+
+def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:
+    parent = outline.parents.get(call)
+    targets = parent.targets if isinstance(parent, ast.Assign) else []
+    return any("optim" in key_of(t).lower() for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
@@ -73,7 +74,8 @@ def _parameter_calls(outline: Outline, target: Function) -> Iterator[tuple[ast.e
 def _appended(outline: Outline, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
     """The models of a loop `for n, p in model.named_parameters(): groups.append(p)`."""
     for call, inner in outline.calls.get("append", ()):
-        if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
+        lists = arms_of(call.func.value) if isinstance(call.func, ast.Attribute) else []
+        if inner is function and name in map(key_of, lists):  # also `(decay if p.ndim > 1 else other).append(p)`
             parent: ast.AST | None = call
             while parent is not None and not isinstance(parent, (ast.For, ast.FunctionDef)):
                 parent = outline.parents.get(parent)

@@ -25,6 +25,7 @@ from halfstep.check.script.objects.formats import (
     base_of,
     cast_formats,
     casts_in,
+    entries_named,
     formats_of,
     keyword_of,
     may_be_none,
@@ -232,6 +233,8 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
         others = {b.function for b in outline.bindings.get(key, ())} - {scope}
         if not passed and len(others) == 1:  # passed from somewhere else, under the same name as in nearly all code
             yield ast.Name(key, ast.Load()), others.pop(), None, key
+    elif not bindings and key.endswith("]"):
+        yield from ((v, inner, None, key_of(v) or key) for v, inner in entries_named(outline, key, function))
     elif not bindings and "." in key:
         owner, _, part = key.rpartition(".")
         inside = {b.function.cls for b in outline.bindings.get(f"self.{part}", ())}
