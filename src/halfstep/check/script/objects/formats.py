@@ -248,11 +248,25 @@ def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str
             for binding in outline.bindings.get(f"{key}[{name!r}]", ()) if key else ():
                 if binding.value is not None and binding.function is function:
                     return binding.value
-            for option in options:
+            for option in (*options, *(_added_options(outline, key, function) if key else ())):
                 value = _entry_of(option, name)
                 if value is not None:
                     return value
     return None
+
+
+def _added_options(outline: Outline, key: str, function: Function) -> Iterator[ast.expr]:
+    """What `options.update(torch_dtype=...)` and `options.setdefault("torch_dtype", ...)` add to a dictionary, as dictionaries."""
+    for method in ("update", "setdefault"):
+        for call, scope in outline.calls.get(method, ()):
+            is_own = isinstance(call.func, ast.Attribute) and key_of(call.func.value) == key and scope is function
+            if is_own and method == "setdefault" and len(call.args) == 2:
+                yield ast.Dict([call.args[0]], [call.args[1]])
+            elif is_own and method == "update":
+                yield from call.args[:1]
+                yield ast.Dict(
+                    [ast.Constant(k.arg) for k in call.keywords if k.arg], [k.value for k in call.keywords if k.arg]
+                )
 
 
 def _entry_of(node: ast.expr, name: str) -> ast.expr | None:

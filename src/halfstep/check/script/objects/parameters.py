@@ -1,4 +1,4 @@
-"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills; copies of them."""
+"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills; their parts and copies."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_model_name", "mentions_masters", "owners_of"]
+__all__ = ["is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
 _MASTERS = regex(
@@ -24,6 +24,9 @@ _MASTERS = regex(
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )
+_REFERENCE = regex(r"teacher|ref|frozen|target|vae|tokeni|text_enc|reward|ema|old", re.IGNORECASE)  # not trained
+_OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
+_UNTRACKED = regex(r"no_grad|inference_mode")
 _PATH = regex(r"^(pathlib\.)?Path\(|^os\.path\.|/ f?['\"]|^f?['\"].*(/|\.(pth?|bin|ckpt|safetensors))['\"]?")
 _is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 
@@ -54,6 +57,8 @@ def owners_of(
             for binding in outline.lookup(node.id, function):
                 if binding.value is not None and binding.function is function:
                     yield from owners_of(outline, binding.value, function, depth - 1)
+                    if isinstance(binding.value, ast.Call) and _is_parameter(outline, binding.value):
+                        yield node, function
             if node.id in function.params:  # `def build_optimizer(params, lr)`
                 for value, caller in passed_for(outline, node.id, function):
                     yield from owners_of(outline, value, caller, depth - 1)
@@ -62,6 +67,10 @@ def owners_of(
             for value in _extended(outline, node.id, function):
                 yield from owners_of(outline, value, function, depth - 1)
         stack.extend(ast.iter_child_nodes(node))
+
+
+def _is_parameter(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func) == "torch.nn.Parameter"
 
 
 def _parameter_calls(outline: Outline, target: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -109,6 +118,11 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
         if key or isinstance(owner, ast.Call):
             yield owner, function
         return
+    init = outline.classes.get(function.cls, {}).get("__init__")
+    if (
+        init is not None and function.cls not in outline.calls
+    ):  # `self.parameters()` of a LightningModule: another file creates it
+        yield from _low_parts(outline, init)
     for call, scope in outline.calls.get(function.cls, ()):
         yield call, scope
         node: ast.AST = call
@@ -116,6 +130,74 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
             node = outline.parents[node]
         if isinstance(node, ast.Assign) and key_of(node.targets[0]):
             yield node.targets[0], scope
+
+
+def parts_of(
+    outline: Outline, call: ast.Call, function: Function, init: Function | None
+) -> Iterator[tuple[ast.expr, Function]]:
+    """The models that a class of this file trains as its parts, other than frozen ones: those that it receives, and 16-bit ones it creates."""
+    if init is None or init.name != "__init__":
+        return
+    own = ast.unparse(init.node) + "\n"
+    text = " ".join(ast.unparse(m.node) for m in outline.classes.get(init.cls, {}).values())
+    for param in init.params[1:]:
+        is_kept = re.search(rf"\bself\.\w+ = {param}\n", own)
+        if (
+            not is_kept
+            or _REFERENCE.search(param)
+            or re.search(rf"\b{param}\.(requires_grad|eval\(|parameters\()", text)
+        ):
+            continue
+        value = argument(call, init.params.index(param) - 1, param)
+        if value is not None and key_of(value) and not _OPTION.search(key_of(value)):
+            yield value, function
+    yield from _low_parts(outline, init)
+
+
+def _low_parts(outline: Outline, init: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The attributes of a class that it loads or casts in 16 bits, where nothing in the file freezes parameters."""
+    if may_freeze(outline):
+        return
+    keys = [key for key in outline.bindings if key.startswith("self.") and key.count(".") == 1 and "[" not in key]
+    for key in keys:
+        values = [b.value for b in outline.bindings[key] if b.function.cls == init.cls and b.value is not None]
+        is_low = any(_is_low(outline, part, init) for v in values for part in ast.walk(v) if isinstance(part, ast.Call))
+        name = key.removeprefix("self.")
+        if is_low and not _REFERENCE.search(name) and _is_run(outline, key, init.cls):
+            yield ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()), init
+
+
+def _is_low(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a call loads a model in 16 bits, or casts one."""
+    formats = cast_formats(outline, call, function)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+        formats = formats_of(outline, keyword_of(outline, call, function, "torch_dtype", "dtype"), function)
+    return bool(formats & SIXTEEN_BIT)
+
+
+def _is_run(outline: Outline, key: str, cls: str) -> bool:
+    """Whether a class runs a part of it with gradients, and nowhere puts it into evaluation mode."""
+    runs = False
+    stack: list[ast.AST] = [method.node for method in outline.classes.get(cls, {}).values()]
+    while stack:
+        node = stack.pop()
+        contexts: list[ast.expr] = []
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            contexts = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            contexts = node.decorator_list
+        called = key_of(node.func) if isinstance(node, ast.Call) else ""
+        if called == f"{key}.eval":
+            return False
+        runs |= called in {key, f"{key}.forward"}
+        if not any(_UNTRACKED.search(ast.unparse(context)) for context in contexts):
+            stack.extend(ast.iter_child_nodes(node))
+    return runs
+
+
+def may_freeze(outline: Outline) -> bool:
+    """Whether a name of the file is about freezing parameters."""
+    return any("freez" in name or "requires_grad" in name for name in (*outline.calls, *outline.bindings))
 
 
 def is_model_name(key: str) -> bool:

@@ -23,6 +23,7 @@ from halfstep.check.script.objects.adapters import (
     saved_layers,
 )
 from halfstep.check.script.objects.expressions import (
+    ADAPTER_FLAG,
     asks_for_adapters,
     conditions_of,
     ends_run,
@@ -43,13 +44,12 @@ from halfstep.check.script.objects.freezing import (
 from halfstep.check.script.objects.layers import (
     MAKES_OPTIMIZER,
     cast_layers,
-    may_freeze,
     model_of_every_parameter,
     optimizer_factories,
     plain_optimizers,
 )
 from halfstep.check.script.objects.loading import lasting_casts, loading_options
-from halfstep.check.script.objects.parameters import is_model_name, mentions_masters, owners_of
+from halfstep.check.script.objects.parameters import is_model_name, may_freeze, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
@@ -279,7 +279,8 @@ class Training:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
                 if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
                     continue
-                if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
+                asked = asks_for_adapters(conditions_of(outline, call)) or bool(ADAPTER_FLAG.search(function.name))
+                if self.adapters == "optional" and asked:
                     continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
