@@ -191,7 +191,7 @@ class Runner:
 """
 
 
-@pytest.mark.parametrize(("test", "found"), [("if self.args.use_lora:", [8]), ("if True:", [])])
+@pytest.mark.parametrize(("test", "found"), [("if self.args.use_lora:", [8]), ("if self.args.resume:", [])])
 def test_a_function_that_attaches_adapters_where_an_option_asks_for_it(test, found):
     """Without the option, all weights are trained."""
     assert [f.line for f in findings(OPTIONAL.format(test=test), "HS151")] == found
@@ -216,3 +216,66 @@ def test_a_layer_that_is_created_in_16_bits_next_to_adapters(dtype, found):
     """No adapter replaces it: it is trained itself."""
     text = BRIDGE.format(dtype=dtype) + STEP
     assert [f.line for f in findings(text, "HS151")] == found
+
+
+LAYER = """\
+import torch
+from torch import nn
+{setup}
+optimizer = torch.optim.AdamW({params}, lr=1e-4)
+"""
+ENDS = "for p in model.parameters():\n    p.requires_grad = False\nfor layer in {layers}:\n    for p in layer.parameters():\n        p.requires_grad = True"
+OWN_EMBEDDING = """\
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.embed.to({dtype})
+    def forward(self, x):
+        return self.embed(x)
+model = Small()"""
+SELECT = "def select(net):\n    return [p for p in net.parameters() if p.requires_grad]\nmodel = Net(){cast}"
+PAIR = "model, other = Net(), Net()\nfor m in ({names}):\n    m.to(dtype=torch.bfloat16)"
+FIELD = "class Config:\n    dtype: torch.dtype = {dtype}\ndef build(cfg):\n    return Net().to(cfg.dtype)\nmodel = build(cfg)"
+LOADED = "from transformers import AutoModel\nmodel = AutoModel.from_pretrained('x/y', dtype=torch.bfloat16)\n"
+
+
+@pytest.mark.parametrize(
+    ("setup", "params", "count"),
+    [
+        ("model = Net()\nmodel.transformer.wte.to(torch.bfloat16)", "model.parameters()", 1),
+        ("model = Net()\nmodel.lm_head.bfloat16()", "model.parameters()", 1),
+        ("model = Net()\nmodel.lm_head.bfloat16().requires_grad_(False)", "model.parameters()", 0),
+        ("model = Net()\nother.wte.to(torch.bfloat16)", "model.parameters()", 0),
+        (OWN_EMBEDDING.format(dtype="torch.bfloat16"), "model.parameters()", 1),
+        (OWN_EMBEDDING.format(dtype="device"), "model.parameters()", 0),
+        (SELECT.format(cast=".bfloat16()"), "select(model)", 1),
+        (SELECT.format(cast=""), "select(model)", 0),
+        ("model = Net().bfloat16()", "model.get_param_groups(0.1)", 1),
+        ("model = Net().bfloat16()", "other.get_param_groups(0.1)", 0),
+        (PAIR.format(names="model, other"), "model.parameters()", 1),
+        (PAIR.format(names="other, third"), "model.parameters()", 0),
+        (FIELD.format(dtype="torch.bfloat16"), "model.parameters()", 1),
+        (FIELD.format(dtype="torch.float32"), "model.parameters()", 0),
+        (LOADED + ENDS.format(layers="model.layers[-2:]"), "model.parameters()", 1),
+        (LOADED + ENDS.format(layers="adapters"), "model.parameters()", 0),
+    ],
+)
+def test_layers_and_parameters_that_are_reached_indirectly(setup, params, count):
+    """Each way to a 16-bit layer that an optimizer updates, next to one that leads elsewhere."""
+    assert len(findings(LAYER.format(setup=setup, params=params) + STEP, "HS151")) == count
+
+
+EMBEDDER = """\
+import torch
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+model = SentenceTransformer("x/y", model_kwargs={{"dtype": {dtype}}})
+args = SentenceTransformerTrainingArguments(output_dir="out", bf16=True)
+SentenceTransformerTrainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(("dtype", "found"), [("torch.bfloat16", [3]), ("torch.float32", [])])
+def test_options_with_which_a_class_loads_its_model(dtype, found):
+    """`model_kwargs` are passed to `from_pretrained`."""
+    assert [f.line for f in findings(EMBEDDER.format(dtype=dtype), "HS277")] == found

@@ -8,10 +8,12 @@ possibility in the text counts, and "?" stands for those that are not in it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.regex import regex
+from halfstep.check.script.objects.choices import field_defaults, strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -41,6 +43,7 @@ SAME_MODEL = {
     "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
 }  # fmt: skip  # methods that return the model itself
 _NOTHING = frozenset({UNKNOWN})
+_CONFIGURATION = regex(r"(^|[._])\w*(args|arguments|cfg|conf|config|opts?|options|hparams|settings)$", re.IGNORECASE)
 _STRINGS = {
     "bfloat16": "bfloat16",
     "torch.bfloat16": "bfloat16",
@@ -85,7 +88,11 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     key = key_of(node)
     if not key:
         return _NOTHING
-    return merged(assigned(outline, key, function))
+    formats = merged(assigned(outline, key, function))
+    if formats == _NOTHING and isinstance(node, ast.Attribute) and _CONFIGURATION.search(key.rpartition(".")[0]):
+        defaults = field_defaults(outline, node.attr)  # `cfg.dtype` of a class of this file that a caller creates
+        return formats | merged((value, outline.module) for value in defaults)
+    return formats
 
 
 def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -324,9 +331,19 @@ def casts_in(outline: Outline) -> Iterator[VariableCast]:
         for call, function in outline.calls.get(name, ()):
             key = key_of(base_of(call))
             formats = cast_formats(outline, call, function) if key else frozenset()
-            if formats:
-                yield VariableCast(call, function, key, formats)
+            for variable in _iterated(outline, call, key) if formats else ():
+                yield VariableCast(call, function, variable, formats)
     yield from _assigned_states(outline)
+
+
+def _iterated(outline: Outline, call: ast.Call, key: str) -> list[str]:
+    """The variables of `for m in (encoder, decoder): m.half()`; `key` itself if it is not that of such a loop."""
+    loop = outline.parents.get(call)
+    while isinstance(loop, (ast.Expr, ast.Assign, ast.If)):
+        loop = outline.parents.get(loop)
+    if isinstance(loop, ast.For) and key_of(loop.target) == key and isinstance(loop.iter, (ast.Tuple, ast.List)):
+        return [name for name in map(key_of, loop.iter.elts) if name]
+    return [key]
 
 
 def _assigned_states(outline: Outline) -> Iterator[VariableCast]:

@@ -179,8 +179,17 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
             continue
         target = statement.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
-            parts.append((text_of(call.func.value), function))
+            parts.append((_iterated(outline, call.func.value, loop), function))
     return (*parts, *_enabled_by_name(outline))
+
+
+def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None) -> str:
+    """The layers of `for layer in model.layers[-2:]:` around a loop over the parameters of each; else the owner itself."""
+    outer = outline.parents.get(loop) if loop is not None else None
+    if isinstance(outer, ast.For) and isinstance(owner, ast.Name) and key_of(outer.target) == owner.id:
+        source = outer.iter.value if isinstance(outer.iter, ast.Subscript) else outer.iter
+        return key_of(source) or owner.id
+    return text_of(owner)
 
 
 def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:

@@ -13,7 +13,8 @@ from halfstep.check.script.objects.parameters import may_freeze
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, VariableCast, conditions_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import CallSite, Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = [
     "MAKES_OPTIMIZER",
@@ -32,9 +33,7 @@ _PLAIN = (
 )  # fmt: skip
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
 MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
-_FAMILY = regex(
-    r"^[A-Z]\w*(Adam|AdamW|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$|^(Adam|AdamW|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$"
-)
+_FAMILY = regex(r"^([A-Z]\w*)?(Adam\w*|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$")
 _KEPT = regex(r"16|32|kahan|stoch|master|mixed|precision|cpu", re.IGNORECASE)
 _MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
 # What optimizers keep elsewhere: float32 copies, or the bits that 16-bit weights do not have.
@@ -74,13 +73,15 @@ def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:
     return "" if may_freeze(outline) else key_of(func.value)
 
 
-def defined_optimizers(outline: Outline) -> frozenset[str]:
-    """The classes of this file that are optimizers and used; none if one keeps the low bits of 16-bit weights."""
+def defined_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls that create an optimizer of a class of this file; none if one keeps the low bits of 16-bit weights."""
     bases = outline.bases.items()
     own = {name for name, parents in bases if any(text_of(base).endswith("Optimizer") for base in parents)}
     own &= outline.calls.keys()
     methods = [method.node for name in own for method in outline.classes.get(name, {}).values()]
-    return frozenset(() if any(_LOW_BITS.search(ast.unparse(m)) or _stores_copies(m) for m in methods) else own)
+    if any(_LOW_BITS.search(ast.unparse(m)) or _stores_copies(m) for m in methods):
+        return ()
+    return tuple((site.call, site.function) for name in sorted(own) for site in outline.calls[name])
 
 
 def _stores_copies(method: ast.AST) -> bool:
@@ -102,7 +103,8 @@ def optimizer_factories(outline: Outline) -> tuple[tuple[ast.Call, Function], ..
 
 def _is_foreign_class(outline: Outline, name: str) -> bool:
     """Whether an imported class has the name of an optimizer that most likely keeps no master weights: `Muon`, `FusedAdam`."""
-    return name in outline.names.table and bool(_FAMILY.search(name)) and not _KEPT.search(name)
+    full = outline.names.table.get(name, "")
+    return bool(full and _FAMILY.search(name)) and not _KEPT.search(full) and not full.startswith("halfstep")
 
 
 def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
@@ -123,7 +125,6 @@ def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
         for site in outline.library_calls.get("torch.distributed.optim.ZeroRedundancyOptimizer", ())
         if outline.names.full(argument(site.call, 1, "optimizer_class") or site.call.func).startswith(_PLAIN)
     ]
-    calls += [site for name in sorted(defined_optimizers(outline)) for site in outline.calls[name]]
     return tuple(
         (call, function)
         for call, function in calls

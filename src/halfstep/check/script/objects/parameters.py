@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats, formats_of, keyword_of, passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, base_of, cast_formats, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
@@ -46,13 +46,14 @@ def owners_of(
         if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
             yield from _instances(outline, func.value, function)
             continue
-        if isinstance(node, ast.Call) and _GROUPS.search(text_of(node.func)):
-            target = outline.call_target(node, function)
-            if target is None:  # a function of another file that sorts the parameters into groups
-                yield from ((arg, function) for arg in node.args if is_model_name(key_of(arg)))
-            elif depth:
-                for call, inner in _parameter_calls(outline, target):
-                    yield from _instances(outline, call, inner)
+        target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and target is None and _GROUPS.search(text_of(node.func)):
+            # A function of another file that sorts the parameters into groups, or a method of the model.
+            receiver = [func.value] if isinstance(func, ast.Attribute) else []
+            yield from ((arg, function) for arg in (*receiver, *node.args) if is_model_name(key_of(arg)))
+        elif target is not None and depth:
+            for call, inner in _parameter_calls(outline, target):
+                yield from _instances(outline, call, inner)
         elif isinstance(node, ast.Name) and depth:
             for binding in outline.lookup(node.id, function):
                 if binding.value is not None and binding.function is function:
@@ -161,7 +162,10 @@ def _low_parts(outline: Outline, init: Function) -> Iterator[tuple[ast.expr, Fun
     keys = [key for key in outline.bindings if key.startswith("self.") and key.count(".") == 1 and "[" not in key]
     for key in keys:
         values = [b.value for b in outline.bindings[key] if b.function.cls == init.cls and b.value is not None]
-        is_low = any(_is_low(outline, part, init) for v in values for part in ast.walk(v) if isinstance(part, ast.Call))
+        calls = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
+        casts = [site for method in ("to", "half", "bfloat16") for site in outline.calls.get(method, ())]
+        calls += [call for call, f in casts if f.cls == init.cls and key_of(base_of(call)) == key]  # in place
+        is_low = any(_is_low(outline, call, init) for call in calls)
         name = key.removeprefix("self.")
         if is_low and not _REFERENCE.search(name) and _is_run(outline, key, init.cls):
             yield ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()), init

@@ -44,6 +44,7 @@ from halfstep.check.script.objects.freezing import (
 from halfstep.check.script.objects.layers import (
     MAKES_OPTIMIZER,
     cast_layers,
+    defined_optimizers,
     model_of_every_parameter,
     optimizer_factories,
     plain_optimizers,
@@ -152,7 +153,7 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        is_trained = self.optimizers or self._factories or has_plain_trainer(self.outline)
+        is_trained = self._updaters or self._factories or has_plain_trainer(self.outline)
         if self.has_masters or not is_trained:
             return ()
         casts = [
@@ -195,8 +196,8 @@ class Training:
     def _optimizer_ties(self, *, in_full: bool) -> Iterator[Trained]:
         """The ties of optimizers; with adapters only of models that have none, or all of whose parameters a loop enables."""
         tied: set[ast.AST] = set()
-        assumed = () if self.optimizers else self._factories
-        for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
+        assumed = () if self._updaters else self._factories
+        for call, function in (*self._updaters, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
@@ -217,7 +218,7 @@ class Training:
     def _adapted_ties(self) -> Iterator[Trained]:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
         casts = adapted_casts(self.outline, self._casts)
-        for call, function in self.optimizers[:MAX_OPTIMIZERS] if casts or self._saved_layers else ():
+        for call, function in self._updaters[:MAX_OPTIMIZERS] if casts or self._saved_layers else ():
             for owner, scope in self.owners(call, function):
                 yield from self._saved_ties(call, function, owner)
                 lineage = self.model(owner, scope)
@@ -260,6 +261,11 @@ class Training:
         return optimizer_factories(self.outline)
 
     @cached_property
+    def _updaters(self) -> tuple[tuple[ast.Call, Function], ...]:
+        """The optimizers without master weights, those of classes of this file included."""
+        return (*self.optimizers, *defined_optimizers(self.outline))
+
+    @cached_property
     def optimizers(self) -> tuple[tuple[ast.Call, Function], ...]:
         """The calls that create an optimizer without master weights."""
         return plain_optimizers(self.outline)
@@ -279,8 +285,7 @@ class Training:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
                 if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
                     continue
-                asked = asks_for_adapters(conditions_of(outline, call)) or bool(ADAPTER_FLAG.search(function.name))
-                if self.adapters == "optional" and asked:
+                if self.adapters == "optional" and self._is_asked_for(call, function):
                     continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
@@ -294,6 +299,14 @@ class Training:
             return False
         loops = [loop for loop, function in self._freezing_loops if freezes(lineage, loop, function)]
         return not all(self._is_of_adapters(loop) or lineage.is_frozen_by_option(loop) for loop in loops)
+
+    def _is_asked_for(self, call: ast.Call, function: Function) -> bool:
+        """Whether an option decides on adapters: around a call, or around every call of the function that attaches them."""
+        sites = self.outline.calls.get(function.name, ()) if ADAPTER_FLAG.search(function.name) else ()
+        around = [conditions_of(self.outline, site.call) for site in sites]
+        return asks_for_adapters(conditions_of(self.outline, call)) or (
+            bool(around) and all(map(asks_for_adapters, around))
+        )
 
     def _is_of_adapters(self, loop: ast.For) -> bool:
         """Whether a loop freezes a model only where an option attaches adapters to it."""

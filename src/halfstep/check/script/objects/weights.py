@@ -32,7 +32,7 @@ from halfstep.check.script.objects.formats import (
     passed_for,
     returned_by,
 )
-from halfstep.check.script.objects.parameters import parts_of
+from halfstep.check.script.objects.parameters import may_freeze, parts_of
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -61,6 +61,7 @@ _FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(mod
 _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 _OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
+_PART = regex(r"^(?!self\.)\w+\.([\w.]+\.)?(wte|wpe|\w*embed\w*|\w*head)$")  # layers that are cast alone
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -161,7 +162,8 @@ def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tup
         copy = lineage.copied.get(place_of(outline, key, scope))
         if copy is not None and call.lineno > copy.lineno:
             continue  # the copy was made before
-        if call not in visited and lineage.has(key, scope):
+        is_part = bool(_PART.search(key)) and formats <= SIXTEEN_BIT and not may_freeze(outline)
+        if call not in visited and (lineage.has(key, scope) or (is_part and lineage.has(key.partition(".")[0], scope))):
             lineage.casts.append(Cast(call, scope, key, formats, "cast"))
     return lineage
 
@@ -357,6 +359,10 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
         return
     made = tensor if isinstance(tensor, ast.Call) else call
     value = keyword_of(lineage.outline, made, function, "dtype", "torch_dtype")
+    options = keyword_of(lineage.outline, call, function, "model_kwargs") if value is None else None
+    if options is not None:  # of sentence-transformers
+        spread = ast.Call(call.func, [], [ast.keyword(None, options)])
+        value = keyword_of(lineage.outline, spread, function, "dtype", "torch_dtype")
     if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
         return
     last = text_of(call.func).rsplit(".", 1)[-1]
