@@ -128,3 +128,62 @@ def test_choice_is_reported_and_its_repair_is_not(rule, wrong, right):
 def test_a_step_that_another_function_may_do_is_no_finding(other):
     """An optimizer that DeepSpeed, another file or a function steps is not reported as never stepping."""
     assert not findings(IDLE.format(step="") + other, "HS156")
+
+
+FORMS = """\
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+{setup}
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LOW = "model = Net().cuda().bfloat16()\n"
+TABLE = "OPTIMIZERS = {{'adam': torch.optim.Adam, 'other': {other}}}\noptimizer = OPTIMIZERS[name](model.parameters())"
+OPTION = (
+    "options = {{}}\n{add}\nmodel = AutoModelForCausalLM.from_pretrained('x/y', **options)\n"
+    "optimizer = torch.optim.AdamW(model.parameters())"
+)
+PARTS = (
+    "def build():\n    return {{'student': Net(){student}, 'teacher': Net().bfloat16()}}\nparts = build()\n"
+    "model = parts['student']\noptimizer = torch.optim.AdamW(parts['student'].parameters())"
+)
+OWN_STEP = (
+    "class Own(torch.optim.Optimizer):\n    def step(self):\n        for p in self.params:\n            {update}\n"
+    "optimizer = Own(model.parameters())"
+)
+INIT = (
+    "class Small(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.layer = nn.Linear(4, 4)\n"
+    "        self.to({dtype})\nmodel = Small()\noptimizer = torch.optim.AdamW(model.parameters())"
+)
+VECTOR = "model = nn.Parameter(torch.zeros(8{dtype}))\noptimizer = torch.optim.Adam([model])"
+
+
+@pytest.mark.parametrize(
+    ("setup", "count"),
+    [
+        (LOW + TABLE.format(other="torch.optim.SGD"), 1),
+        (LOW + TABLE.format(other="mine.MasterAdam"), 0),
+        (LOW + "optimizer = getattr(torch.optim, name)(model.parameters())", 1),
+        (LOW + "optimizer = getattr(mine, name)(model.parameters())", 0),
+        (LOW + "from muon import Muon\noptimizer = Muon(model.parameters())", 1),
+        (LOW + "from adams import AdamWBF16\noptimizer = AdamWBF16(model.parameters())", 0),
+        (LOW + OWN_STEP.format(update="p.add_(p.grad, alpha=-0.1)"), 1),
+        (LOW + OWN_STEP.format(update="self.state[p]['w'] = p.float().clone()"), 0),
+        (OPTION.format(add="options.update(dtype=torch.bfloat16)"), 1),
+        (OPTION.format(add="options.setdefault('dtype', torch.bfloat16)"), 1),
+        (OPTION.format(add="options.update(dtype=torch.float32)"), 0),
+        (PARTS.format(student=".bfloat16()"), 1),
+        (PARTS.format(student=""), 0),
+        (INIT.format(dtype="torch.bfloat16"), 1),
+        (INIT.format(dtype="device"), 0),
+        (VECTOR.format(dtype=", dtype=torch.bfloat16"), 1),
+        (VECTOR.format(dtype=""), 0),
+    ],
+)
+def test_optimizers_and_weights_that_are_chosen_or_created_indirectly(setup, count):
+    """Each form of an optimizer without master weights, and of weights with 16 bits, next to one that is right."""
+    assert len(findings(FORMS.format(setup=setup), "HS151")) == count

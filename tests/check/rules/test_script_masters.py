@@ -651,7 +651,7 @@ import lightning as L
 from transformers import AutoModelForCausalLM
 class Module(L.LightningModule):
     def {hook}(self):
-        self.model = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)
+        self.model = {model}
     def training_step(self, batch, index):
         return self.model(**batch).loss
     def configure_optimizers(self):
@@ -659,17 +659,22 @@ class Module(L.LightningModule):
 """
 
 
+LOADED = "AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)"
+
+
 @pytest.mark.parametrize(
-    ("hook", "after", "messages"),
+    ("hook", "model", "after", "messages"),
     [
-        ("setup", "", ["without DeepSpeed or FSDP"]),
-        ("configure_model", "", []),
-        ("setup", "L.Trainer(precision='bf16-mixed').fit(Module())\n", ["`self.model` is trained"]),
+        ("setup", LOADED, "", ["without DeepSpeed or FSDP"]),
+        ("configure_model", LOADED, "", []),
+        ("configure_model", "Net().bfloat16()", "", ["without DeepSpeed or FSDP"]),
+        ("configure_model", "Net()", "", []),
+        ("setup", LOADED, "L.Trainer(precision='bf16-mixed').fit(Module())\n", ["`self.model` is trained"]),
     ],
 )
-def test_a_lightning_module_leaves_the_strategy_to_another_file(hook, after, messages):
-    """Without its Trainer the finding is conditional, and a model that a hook shards is not reported."""
-    results = findings(HOOKS.format(hook=hook) + after, "HS151")
+def test_a_lightning_module_leaves_the_strategy_to_another_file(hook, model, after, messages):
+    """Without its Trainer the finding is conditional, and a model that is loaded in a hook for sharding is not reported."""
+    results = findings(HOOKS.format(hook=hook, model=model) + after, "HS151")
     assert [f.message.startswith(start) for f, start in zip(results, messages, strict=True)] == [True] * len(messages)
 
 

@@ -228,8 +228,9 @@ class WeightsWithoutMaster(ScriptRule):
             if launched and has_plugin(script.outline):
                 continue  # with a plugin, Accelerate trains float32 copies
             is_hook = tie.function.name == "configure_optimizers" and "Trainer" not in script.outline.calls
-            if is_hook and cast.function.name in {"configure_model", "configure_sharded_model"}:
-                continue  # a hook of Lightning for models that DeepSpeed or FSDP shards
+            is_for_engine = cast.function.name in {"configure_model", "configure_sharded_model"} and cast.form != "cast"
+            if is_hook and is_for_engine:
+                continue  # a hook of Lightning: large models are loaded in it, which DeepSpeed or FSDP shards
             launched |= is_hook  # the Trainer of another file chooses the strategy
             if launched and tie.is_assumed and "deepspeed" in script.source.text.lower():
                 continue

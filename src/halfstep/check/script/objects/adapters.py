@@ -15,14 +15,22 @@ from typing import NamedTuple
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none, passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none, passed_for
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
-__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "is_attached_elsewhere", "upcasts_parameters"]
+__all__ = [
+    "Attachment",
+    "adapted_casts",
+    "adapter_use",
+    "attachments",
+    "is_attached_elsewhere",
+    "saved_layers",
+    "upcasts_parameters",
+]
 
 _ADAPTERS = regex(r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE)
 _KEYWORDS = {"peft_config", "quantization_config", "load_in_4bit", "load_in_8bit"}
@@ -62,6 +70,37 @@ def attachments(outline: Outline) -> Iterator[Attachment]:
     for call, function in outline.calls.get("add_adapter", ()):
         if isinstance(call.func, ast.Attribute):
             yield Attachment(call, function, call.func.value, _targets(outline, call))
+
+
+def saved_layers(outline: Outline) -> Iterator[tuple[Attachment, str]]:
+    """The adapters whose configuration trains whole layers too, `modules_to_save=["lm_head"]`, each with that text.
+
+    PEFT casts its adapters to float32, but leaves copies of layers in the dtype of their model (`cast_adapter_dtype`);
+    `prepare_model_for_kbit_training` casts all that is not quantized.
+    """
+    if any("kbit" in name for name in outline.calls) or outline.names.uses("unsloth") or upcasts_parameters(outline):
+        return
+    for attached in attachments(outline):
+        if (name := last_name_of(attached.call.func)) != "from_pretrained":
+            config = argument(attached.call, 0 if name == "add_adapter" else 1, "peft_config")
+            yield from ((attached, text) for text in _saved_by(outline, config, attached.function))
+    for name, sites in outline.calls.items():
+        for call, function in sites if name.endswith("Trainer") else ():
+            model = argument(call, 0, "model")
+            if model is not None:
+                attached = Attachment(call, function, model, (key_of(model),))
+                config = argument(call, None, "peft_config")
+                yield from ((attached, text) for text in _saved_by(outline, config, function))
+
+
+def _saved_by(outline: Outline, config: ast.expr | None, function: Function) -> Iterator[str]:
+    sources = outline.sources(key_of(config), function) if key_of(config) else [(config, function)]
+    call, scope = sources[0] if len(sources) == 1 else (None, function)
+    layers = keyword_of(outline, call, scope, "modules_to_save") if isinstance(call, ast.Call) else None
+    options = outline.values(key_of(layers), scope) if layers is not None and key_of(layers) else [layers]
+    names = options[0].elts if len(options) == 1 and isinstance(options[0], ast.List) else []
+    if names and all(isinstance(constant(name), str) for name in names):
+        yield f"modules_to_save={[constant(name) for name in names]}"
 
 
 def adapter_use(outline: Outline) -> str:

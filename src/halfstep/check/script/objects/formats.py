@@ -8,10 +8,12 @@ possibility in the text counts, and "?" stands for those that are not in it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.regex import regex
+from halfstep.check.script.objects.choices import field_defaults, strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -26,6 +28,7 @@ __all__ = [
     "base_of",
     "cast_formats",
     "casts_in",
+    "entries_named",
     "formats_of",
     "keyword_of",
     "may_be_none",
@@ -40,6 +43,7 @@ SAME_MODEL = {
     "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
 }  # fmt: skip  # methods that return the model itself
 _NOTHING = frozenset({UNKNOWN})
+_CONFIGURATION = regex(r"(^|[._])\w*(args|arguments|cfg|conf|config|opts?|options|hparams|settings)$", re.IGNORECASE)
 _STRINGS = {
     "bfloat16": "bfloat16",
     "torch.bfloat16": "bfloat16",
@@ -84,7 +88,11 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     key = key_of(node)
     if not key:
         return _NOTHING
-    return merged(assigned(outline, key, function))
+    formats = merged(assigned(outline, key, function))
+    if formats == _NOTHING and isinstance(node, ast.Attribute) and _CONFIGURATION.search(key.rpartition(".")[0]):
+        defaults = field_defaults(outline, node.attr)  # `cfg.dtype` of a class of this file that a caller creates
+        return formats | merged((value, outline.module) for value in defaults)
+    return formats
 
 
 def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -221,6 +229,18 @@ def _entries(table: ast.Dict, wanted: str | None) -> list[ast.expr]:
     return table.values
 
 
+def entries_named(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """What `parts["model"]` is: that entry of a dictionary, or of the one that a function of this file returns."""
+    owner, _, name = key.rpartition("[")
+    for value, scope in outline.sources(owner, function)[:MAX_VALUES] if name[:1] in {"'", '"'} else ():
+        target = outline.call_target(value, scope) if isinstance(value, ast.Call) else None
+        options = [(v, target) for v in returned_by(target)] if target is not None else [(value, scope)]
+        for option, inner in options:
+            known = [v for v, _ in outline.sources(key_of(option), inner)] if key_of(option) else [option]
+            entries = [_entry_of(table, name[1:-2]) for table in known[:MAX_VALUES]]
+            yield from ((entry, inner) for entry in entries if entry is not None)
+
+
 def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str) -> ast.expr | None:
     """A keyword argument under any of its names, also from `**options` with a dictionary of this file."""
     for keyword in call.keywords:
@@ -235,11 +255,25 @@ def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str
             for binding in outline.bindings.get(f"{key}[{name!r}]", ()) if key else ():
                 if binding.value is not None and binding.function is function:
                     return binding.value
-            for option in options:
+            for option in (*options, *(_added_options(outline, key, function) if key else ())):
                 value = _entry_of(option, name)
                 if value is not None:
                     return value
     return None
+
+
+def _added_options(outline: Outline, key: str, function: Function) -> Iterator[ast.expr]:
+    """What `options.update(torch_dtype=...)` and `options.setdefault("torch_dtype", ...)` add to a dictionary, as dictionaries."""
+    for method in ("update", "setdefault"):
+        for call, scope in outline.calls.get(method, ()):
+            is_own = isinstance(call.func, ast.Attribute) and key_of(call.func.value) == key and scope is function
+            if is_own and method == "setdefault" and len(call.args) == 2:
+                yield ast.Dict([call.args[0]], [call.args[1]])
+            elif is_own and method == "update":
+                yield from call.args[:1]
+                yield ast.Dict(
+                    [ast.Constant(k.arg) for k in call.keywords if k.arg], [k.value for k in call.keywords if k.arg]
+                )
 
 
 def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
@@ -297,9 +331,19 @@ def casts_in(outline: Outline) -> Iterator[VariableCast]:
         for call, function in outline.calls.get(name, ()):
             key = key_of(base_of(call))
             formats = cast_formats(outline, call, function) if key else frozenset()
-            if formats:
-                yield VariableCast(call, function, key, formats)
+            for variable in _iterated(outline, call, key) if formats else ():
+                yield VariableCast(call, function, variable, formats)
     yield from _assigned_states(outline)
+
+
+def _iterated(outline: Outline, call: ast.Call, key: str) -> list[str]:
+    """The variables of `for m in (encoder, decoder): m.half()`; `key` itself if it is not that of such a loop."""
+    loop = outline.parents.get(call)
+    while isinstance(loop, (ast.Expr, ast.Assign, ast.If)):
+        loop = outline.parents.get(loop)
+    if isinstance(loop, ast.For) and key_of(loop.target) == key and isinstance(loop.iter, (ast.Tuple, ast.List)):
+        return [name for name in map(key_of, loop.iter.elts) if name]
+    return [key]
 
 
 def _assigned_states(outline: Outline) -> Iterator[VariableCast]:

@@ -34,6 +34,9 @@ _ADDED = regex(
     r"lora|adapter|prompt|query|proj|head|classifier|connector|resampler|mlp|gate|\bln|norm|memory|router|new|float|new_|extra|custom",
     re.IGNORECASE,
 )
+# Those among them that no checkpoint contains: the file that attaches them to a loaded model may be another one.
+_ATTACHED = regex(r"lora|adapter|prompt|connector|resampler|memory|new|extra|custom", re.IGNORECASE)
+_ADAPTERS = regex(r"lora|adapter", re.IGNORECASE)
 # Layers that recipes keep in float32 next to 16-bit weights, as a condition names them; matrices are another matter.
 _SMALL = regex(r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2")
 _CHANGES = regex(
@@ -93,11 +96,24 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         return False  # the layers of other names are trained
     # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
     # layers have 16 bits too.
+    text = ast.unparse(loop)
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
-    chooses |= bool(_CHOOSES.search(ast.unparse(loop)))
+    chooses |= "requires_grad_(True)" in text or bool(_CHOOSES.search(text))
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
-    whole = not _ADDED.search(ast.unparse(loop)) and not _has_new_layers(lineage)
+    whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage)
     return not chooses or not (later or whole)
+
+
+def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:
+    """Names of parts that may be attached in float32, to a model that a loop in this function freezes."""
+    casts = [c for c in lineage.casts if c.may_be_low]
+    made = max((c.node.lineno for c in lineage.creations if c.function is function), default=0)
+    if casts and all(c.form == "cast" and c.function is function and c.node.lineno > made for c in casts):
+        return _ADAPTERS  # the cast includes whatever was attached before
+    # What transformers loads in 16 bits has no other layers: new ones have the same dtype.
+    loads = [lineage.outline.names.full(c.node.func) for c in casts if c.form == "load"]
+    is_whole = not lineage.creations and bool(loads) and all(name.startswith("transformers.") for name in loads)
+    return _ATTACHED if is_whole else _ADDED
 
 
 def restored_layers(loop: ast.For) -> str:
@@ -163,8 +179,17 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
             continue
         target = statement.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
-            parts.append((text_of(call.func.value), function))
+            parts.append((_iterated(outline, call.func.value, loop), function))
     return (*parts, *_enabled_by_name(outline))
+
+
+def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None) -> str:
+    """The layers of `for layer in model.layers[-2:]:` around a loop over the parameters of each; else the owner itself."""
+    outer = outline.parents.get(loop) if loop is not None else None
+    if isinstance(outer, ast.For) and isinstance(owner, ast.Name) and key_of(outer.target) == owner.id:
+        source = outer.iter.value if isinstance(outer.iter, ast.Subscript) else outer.iter
+        return key_of(source) or owner.id
+    return text_of(owner)
 
 
 def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:

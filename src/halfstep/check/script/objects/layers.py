@@ -1,4 +1,4 @@
-"""Layers that a loop over the modules of a model casts, and optimizers that a file defines itself."""
+"""Layers and parameters that a loop over a model casts, and the optimizers without master weights that a file creates or defines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,37 @@ import re
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.regex import regex
-from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, table_of
+from halfstep.check.script.objects.parameters import may_freeze
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, VariableCast, conditions_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import CallSite
 
-__all__ = ["cast_layers", "defines_optimizer"]
+__all__ = [
+    "MAKES_OPTIMIZER",
+    "cast_layers",
+    "defined_optimizers",
+    "model_of_every_parameter",
+    "optimizer_factories",
+    "plain_optimizers",
+]
 
+# Packages whose optimizers update the weights in the dtype the weights have.
+_PLAIN = (
+    "torch.optim.", "bitsandbytes.optim.", "transformers.AdamW", "transformers.Adafactor", "transformers.optimization.Ada",
+    "apex.optimizers.", "torchao.optim.", "torchao.prototype.low_bit_optim.", "lion_pytorch.", "prodigyopt.", "dadaptation.",
+    "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
+)  # fmt: skip
+_KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
+MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
+_FAMILY = regex(r"^([A-Z]\w*)?(Adam\w*|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$")
+_KEPT = regex(r"16|32|kahan|stoch|master|mixed|precision|cpu", re.IGNORECASE)
 _MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
-# Names of the bits that 16-bit weights do not have, in optimizers that keep them elsewhere.
+# What optimizers keep elsewhere: float32 copies, or the bits that 16-bit weights do not have.
+_FLOAT32_COPY = regex(r"^(?!.*(zeros|ones|empty)).*(\.float\(\)|float32)")
 _LOW_BITS = regex(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
 
 
@@ -42,10 +63,102 @@ def cast_layers(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[tup
             yield Cast(call, function, key.removesuffix(".data"), formats, "cast"), key_of(func.value)
 
 
-def defines_optimizer(outline: Outline) -> bool:
-    """Whether a class of this file is an optimizer that is used, and none keeps the low bits of 16-bit weights."""
+def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:
+    """The model of `for p in model.parameters():` around a cast of each; "" if there is none, or something may be frozen."""
+    loop = outline.parents.get(outline.parents.get(call, call))
+    source = loop.iter if isinstance(loop, ast.For) else None
+    func = source.func if isinstance(source, ast.Call) else None
+    if not isinstance(func, ast.Attribute) or func.attr not in {"parameters", "named_parameters"}:
+        return ""
+    return "" if may_freeze(outline) else key_of(func.value)
+
+
+def defined_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls that create an optimizer of a class of this file; none if one keeps the low bits of 16-bit weights."""
     bases = outline.bases.items()
     own = {name for name, parents in bases if any(text_of(base).endswith("Optimizer") for base in parents)}
     own &= outline.calls.keys()
     methods = [method.node for name in own for method in outline.classes.get(name, {}).values()]
-    return bool(own) and not any(_LOW_BITS.search(ast.unparse(node)) for node in methods)
+    if any(_LOW_BITS.search(ast.unparse(m)) or _stores_copies(m) for m in methods):
+        return ()
+    return tuple((site.call, site.function) for name in sorted(own) for site in outline.calls[name])
+
+
+def _stores_copies(method: ast.AST) -> bool:
+    """Whether a method stores float32 copies of something, most likely of the weights: `state["w"] = p.float().clone()`."""
+    stored = [n for n in ast.walk(method) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Subscript)]
+    return any(_FLOAT32_COPY.search(ast.unparse(node.value)) for node in stored)
+
+
+def optimizer_factories(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls of functions and classes of other files that create an optimizer: `optimizer = build_optimizer(cfg, model)`."""
+    names = [name for name in outline.calls if MAKES_OPTIMIZER.search(name) or _is_foreign_class(outline, name)]
+    sites = [site for name in names for site in outline.calls[name]]
+    return tuple(
+        (call, function)
+        for call, function in sites
+        if outline.call_target(call, function) is None and _is_assigned_optimizer(outline, call)
+    )
+
+
+def _is_foreign_class(outline: Outline, name: str) -> bool:
+    """Whether an imported class has the name of an optimizer that most likely keeps no master weights: `Muon`, `FusedAdam`."""
+    full = outline.names.table.get(name, "")
+    return bool(full and _FAMILY.search(name)) and not _KEPT.search(full) and not full.startswith("halfstep")
+
+
+def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
+    """The calls that create an optimizer without master weights."""
+    calls = [
+        site
+        for full, sites in outline.library_calls.items()
+        if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
+        for site in sites
+    ]
+    # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
+    for name, sites in outline.calls.items():
+        if "optim" in name.lower() and name in outline.bindings:
+            calls += [site for site in sites if _is_plain_class(outline, site.call.func, site.function)]
+    calls += _chosen_by_name(outline)
+    calls += [
+        site
+        for site in outline.library_calls.get("torch.distributed.optim.ZeroRedundancyOptimizer", ())
+        if outline.names.full(argument(site.call, 1, "optimizer_class") or site.call.func).startswith(_PLAIN)
+    ]
+    return tuple(
+        (call, function)
+        for call, function in calls
+        if not any(k.arg in _KEEPS_MASTER and constant(k.value) is not False for k in call.keywords)
+    )
+
+
+def _chosen_by_name(outline: Outline) -> Iterator[CallSite]:
+    """The optimizers of `getattr(torch.optim, name)(...)` and `OPTIMIZERS[name](...)`, where each of the table is plain."""
+    for key, bindings in outline.bindings.items():
+        for binding in bindings if "opt" in key.lower() else ():
+            value = binding.value
+            if isinstance(value, ast.Call) and _is_plain_choice(outline, value.func, binding.function):
+                yield CallSite(value, binding.function)
+
+
+def _is_plain_choice(outline: Outline, func: ast.expr, function: Function) -> bool:
+    if isinstance(func, ast.Subscript):
+        table = table_of(outline, func.value, function)
+        entries = [outline.names.full(entry) for entry in table.values] if table is not None else []
+        return bool(entries) and all(entry.startswith(_PLAIN) for entry in entries)
+    is_read = isinstance(func, ast.Call) and key_of(func.func) == "getattr" and bool(func.args)
+    return is_read and isinstance(func, ast.Call) and outline.names.full(func.args[0]) == "torch.optim"
+
+
+def _is_plain_class(outline: Outline, func: ast.expr, function: Function) -> bool:
+    options = [func]
+    key = key_of(func)
+    if key:
+        options = [part for v in outline.values(key, function) for part in arms_of(v)]
+    return bool(options) and all(outline.names.full(option).startswith(_PLAIN) for option in options)
+
+
+def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:
+    parent = outline.parents.get(call)
+    targets = parent.targets if isinstance(parent, ast.Assign) else []
+    return any("optim" in key_of(t).lower() for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))

@@ -1,4 +1,4 @@
-"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills; copies of them."""
+"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills; their parts and copies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from halfstep.check.regex import regex
-from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, base_of, cast_formats, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_model_name", "mentions_masters", "owners_of"]
+__all__ = ["is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
 _MASTERS = regex(
@@ -23,6 +24,9 @@ _MASTERS = regex(
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )
+_REFERENCE = regex(r"teacher|ref|frozen|target|vae|tokeni|text_enc|reward|ema|old", re.IGNORECASE)  # not trained
+_OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
+_UNTRACKED = regex(r"no_grad|inference_mode")
 _PATH = regex(r"^(pathlib\.)?Path\(|^os\.path\.|/ f?['\"]|^f?['\"].*(/|\.(pth?|bin|ckpt|safetensors))['\"]?")
 _is_master = lru_cache(maxsize=4096)(_MASTERS.search)  # the files of a project share most of their names
 
@@ -42,17 +46,20 @@ def owners_of(
         if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
             yield from _instances(outline, func.value, function)
             continue
-        if isinstance(node, ast.Call) and _GROUPS.search(text_of(node.func)):
-            target = outline.call_target(node, function)
-            if target is None:  # a function of another file that sorts the parameters into groups
-                yield from ((arg, function) for arg in node.args if is_model_name(key_of(arg)))
-            elif depth:
-                for call, inner in _parameter_calls(outline, target):
-                    yield from _instances(outline, call, inner)
+        target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and target is None and _GROUPS.search(text_of(node.func)):
+            # A function of another file that sorts the parameters into groups, or a method of the model.
+            receiver = [func.value] if isinstance(func, ast.Attribute) else []
+            yield from ((arg, function) for arg in (*receiver, *node.args) if is_model_name(key_of(arg)))
+        elif target is not None and depth:
+            for call, inner in _parameter_calls(outline, target):
+                yield from _instances(outline, call, inner)
         elif isinstance(node, ast.Name) and depth:
             for binding in outline.lookup(node.id, function):
                 if binding.value is not None and binding.function is function:
                     yield from owners_of(outline, binding.value, function, depth - 1)
+                    if isinstance(binding.value, ast.Call) and _is_parameter(outline, binding.value):
+                        yield node, function
             if node.id in function.params:  # `def build_optimizer(params, lr)`
                 for value, caller in passed_for(outline, node.id, function):
                     yield from owners_of(outline, value, caller, depth - 1)
@@ -61,6 +68,10 @@ def owners_of(
             for value in _extended(outline, node.id, function):
                 yield from owners_of(outline, value, function, depth - 1)
         stack.extend(ast.iter_child_nodes(node))
+
+
+def _is_parameter(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func) == "torch.nn.Parameter"
 
 
 def _parameter_calls(outline: Outline, target: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -73,7 +84,8 @@ def _parameter_calls(outline: Outline, target: Function) -> Iterator[tuple[ast.e
 def _appended(outline: Outline, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
     """The models of a loop `for n, p in model.named_parameters(): groups.append(p)`."""
     for call, inner in outline.calls.get("append", ()):
-        if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
+        lists = arms_of(call.func.value) if isinstance(call.func, ast.Attribute) else []
+        if inner is function and name in map(key_of, lists):  # also `(decay if p.ndim > 1 else other).append(p)`
             parent: ast.AST | None = call
             while parent is not None and not isinstance(parent, (ast.For, ast.FunctionDef)):
                 parent = outline.parents.get(parent)
@@ -107,6 +119,11 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
         if key or isinstance(owner, ast.Call):
             yield owner, function
         return
+    init = outline.classes.get(function.cls, {}).get("__init__")
+    if (
+        init is not None and function.cls not in outline.calls
+    ):  # `self.parameters()` of a LightningModule: another file creates it
+        yield from _low_parts(outline, init)
     for call, scope in outline.calls.get(function.cls, ()):
         yield call, scope
         node: ast.AST = call
@@ -114,6 +131,77 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
             node = outline.parents[node]
         if isinstance(node, ast.Assign) and key_of(node.targets[0]):
             yield node.targets[0], scope
+
+
+def parts_of(
+    outline: Outline, call: ast.Call, function: Function, init: Function | None
+) -> Iterator[tuple[ast.expr, Function]]:
+    """The models that a class of this file trains as its parts, other than frozen ones: those that it receives, and 16-bit ones it creates."""
+    if init is None or init.name != "__init__":
+        return
+    own = ast.unparse(init.node) + "\n"
+    text = " ".join(ast.unparse(m.node) for m in outline.classes.get(init.cls, {}).values())
+    for param in init.params[1:]:
+        is_kept = re.search(rf"\bself\.\w+ = {param}\n", own)
+        if (
+            not is_kept
+            or _REFERENCE.search(param)
+            or re.search(rf"\b{param}\.(requires_grad|eval\(|parameters\()", text)
+        ):
+            continue
+        value = argument(call, init.params.index(param) - 1, param)
+        if value is not None and key_of(value) and not _OPTION.search(key_of(value)):
+            yield value, function
+    yield from _low_parts(outline, init)
+
+
+def _low_parts(outline: Outline, init: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The attributes of a class that it loads or casts in 16 bits, where nothing in the file freezes parameters."""
+    if may_freeze(outline):
+        return
+    keys = [key for key in outline.bindings if key.startswith("self.") and key.count(".") == 1 and "[" not in key]
+    for key in keys:
+        values = [b.value for b in outline.bindings[key] if b.function.cls == init.cls and b.value is not None]
+        calls = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
+        casts = [site for method in ("to", "half", "bfloat16") for site in outline.calls.get(method, ())]
+        calls += [call for call, f in casts if f.cls == init.cls and key_of(base_of(call)) == key]  # in place
+        is_low = any(_is_low(outline, call, init) for call in calls)
+        name = key.removeprefix("self.")
+        if is_low and not _REFERENCE.search(name) and _is_run(outline, key, init.cls):
+            yield ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()), init
+
+
+def _is_low(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a call loads a model in 16 bits, or casts one."""
+    formats = cast_formats(outline, call, function)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained":
+        formats = formats_of(outline, keyword_of(outline, call, function, "torch_dtype", "dtype"), function)
+    return bool(formats & SIXTEEN_BIT)
+
+
+def _is_run(outline: Outline, key: str, cls: str) -> bool:
+    """Whether a class runs a part of it with gradients, and nowhere puts it into evaluation mode."""
+    runs = False
+    stack: list[ast.AST] = [method.node for method in outline.classes.get(cls, {}).values()]
+    while stack:
+        node = stack.pop()
+        contexts: list[ast.expr] = []
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            contexts = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            contexts = node.decorator_list
+        called = key_of(node.func) if isinstance(node, ast.Call) else ""
+        if called == f"{key}.eval":
+            return False
+        runs |= called in {key, f"{key}.forward"}
+        if not any(_UNTRACKED.search(ast.unparse(context)) for context in contexts):
+            stack.extend(ast.iter_child_nodes(node))
+    return runs
+
+
+def may_freeze(outline: Outline) -> bool:
+    """Whether a name of the file is about freezing parameters."""
+    return any("freez" in name or "requires_grad" in name for name in (*outline.calls, *outline.bindings))
 
 
 def is_model_name(key: str) -> bool:

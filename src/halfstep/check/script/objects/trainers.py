@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.expressions import arms_of, conditions_of
-from halfstep.check.script.objects.formats import keyword_of, passed_for
+from halfstep.check.script.objects.formats import entries_named, keyword_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -97,7 +97,7 @@ def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast
         key = key_of(value)
         if key and (key, scope) not in visited:
             visited.add((key, scope))
-            pending += [(v, scope) for v in outline.values(key, scope)]
+            pending += [(v, scope) for v in outline.values(key, scope)] or list(entries_named(outline, key, scope))
             parsed = [b.value for b in outline.lookup(key, scope) if b.index is not None]
             pending += [(v, scope) for v in parsed if isinstance(v, ast.Call) and PARSES.search(_last_name(v.func))]
         elif isinstance(value, ast.Call):

@@ -9,15 +9,21 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
+from halfstep.check.script.objects.adapters import (
+    Attachment,
+    adapted_casts,
+    adapter_use,
+    is_attached_elsewhere,
+    saved_layers,
+)
 from halfstep.check.script.objects.expressions import (
-    arms_of,
+    ADAPTER_FLAG,
     asks_for_adapters,
     conditions_of,
     ends_run,
@@ -35,9 +41,16 @@ from halfstep.check.script.objects.freezing import (
     may_be_frozen,
     trains_part_of,
 )
-from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
+from halfstep.check.script.objects.layers import (
+    MAKES_OPTIMIZER,
+    cast_layers,
+    defined_optimizers,
+    model_of_every_parameter,
+    optimizer_factories,
+    plain_optimizers,
+)
 from halfstep.check.script.objects.loading import lasting_casts, loading_options
-from halfstep.check.script.objects.parameters import is_model_name, mentions_masters, owners_of
+from halfstep.check.script.objects.parameters import is_model_name, may_freeze, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
@@ -49,36 +62,22 @@ from halfstep.check.script.objects.trainers import (
     unsharded_when,
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import (
-    Cast,
-    Lineage,
-    VariableCast,
-    casts_in,
-    trace_model,
-)
+from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, trace_model
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = ["Trained", "Training"]
 
-# Packages whose optimizers update the weights in the dtype the weights have.
-_PLAIN = (
-    "torch.optim.", "bitsandbytes.optim.", "transformers.AdamW", "transformers.Adafactor", "transformers.optimization.Ada",
-    "apex.optimizers.", "torchao.optim.", "torchao.prototype.low_bit_optim.", "lion_pytorch.", "prodigyopt.", "dadaptation.",
-    "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
-)  # fmt: skip
-_KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
 _READS = regex(
     r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)|^_*trainable_(param|weight)", re.IGNORECASE
 )  # changes nothing
-_ASIDE = regex(
-    r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
-)
+_OTHER_USE = r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug"
+_ASIDE_OF_ADAPTERS = regex(_OTHER_USE)
+_ASIDE = regex(rf"{_OTHER_USE}|lora|adapter|quant")
 _OWNS_TRAINING = frozenset({"deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo"})
 _LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
-_MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
 
@@ -154,9 +153,7 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        is_trained = (
-            self.optimizers or self._factories or defines_optimizer(self.outline) or has_plain_trainer(self.outline)
-        )
+        is_trained = self._updaters or self._factories or has_plain_trainer(self.outline)
         if self.has_masters or not is_trained:
             return ()
         casts = [
@@ -166,7 +163,8 @@ class Training:
             parent = self.outline.parents.get(call)
             target = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
             tested = any(is_true and "requires_grad" in text for text, is_true in conditions_of(self.outline, call))
-            tested |= self._is_every_parameter(call)
+            model = model_of_every_parameter(self.outline, call) if self.adapters == "no" else ""
+            tested |= bool(model) and not _ASIDE.search(model.lower())
             is_training = not _ASIDE.search(function.name.lower()) or "train" in function.name.lower()
             is_parameter = target.endswith(".data") and key in {target, target[:-5]}
             if formats & SIXTEEN_BIT and is_parameter and tested and is_training:
@@ -175,25 +173,11 @@ class Training:
 
     def _is_trained_in_full(self, key: str, function: Function) -> bool:
         """Whether nothing in the file freezes a model or attaches adapters, and an optimizer gets its parameters."""
-        frozen = any("freez" in name or "requires_grad" in name for name in self.outline.calls)
-        frozen |= any(name.endswith(".requires_grad") for name in self.outline.bindings)
-        if frozen or self.adapters != "no":
+        if may_freeze(self.outline) or self.adapters != "no":
             return False
         calls = [site for name in ("parameters", "named_parameters") for site in self.outline.calls.get(name, ())]
         owners = [(c.func.value, f) for c, f in calls if isinstance(c.func, ast.Attribute)]
         return any(self.model(owner, scope).has(key, function) for owner, scope in owners)
-
-    def _is_every_parameter(self, call: ast.Call) -> bool:
-        """Whether a cast is the body of `for p in model.parameters():`, of a model that is trained in full."""
-        parents = self.outline.parents
-        loop = parents.get(parents.get(call, call))
-        source = loop.iter if isinstance(loop, ast.For) else None
-        func = source.func if isinstance(source, ast.Call) else None
-        if not isinstance(func, ast.Attribute) or func.attr not in {"parameters", "named_parameters"}:
-            return False
-        names = (*self.outline.calls, *self.outline.bindings)
-        frozen = any("freez" in name or "requires_grad" in name for name in names)
-        return not frozen and self.adapters == "no" and not _ASIDE.search(key_of(func.value).lower())
 
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
@@ -212,32 +196,56 @@ class Training:
     def _optimizer_ties(self, *, in_full: bool) -> Iterator[Trained]:
         """The ties of optimizers; with adapters only of models that have none, or all of whose parameters a loop enables."""
         tied: set[ast.AST] = set()
-        assumed = () if self.optimizers else self._factories
-        for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
+        assumed = () if self._updaters else self._factories
+        for call, function in (*self._updaters, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
-                is_whole = is_whole or is_attached_elsewhere(self.outline, lineage, call)
+                is_whole = (
+                    is_whole or is_attached_elsewhere(self.outline, lineage, call) or self._is_created_low(lineage)
+                )
                 if is_whole and not self._is_spared(lineage):
                     for cast in lasting_casts(lineage):
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
 
+    def _is_created_low(self, lineage: Lineage) -> bool:
+        """Whether a layer of the file's own is created in 16 bits, `nn.Linear(..., dtype=torch.bfloat16)`: no adapter replaces it."""
+        layers = [c for c in lineage.casts if self.outline.names.full(c.node.func).startswith("torch.nn.")]
+        return bool(layers) and len(layers) == len(lineage.casts)
+
     def _adapted_ties(self) -> Iterator[Trained]:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
         casts = adapted_casts(self.outline, self._casts)
-        for call, function in self.optimizers[:MAX_OPTIMIZERS] if casts else ():
+        for call, function in self._updaters[:MAX_OPTIMIZERS] if casts or self._saved_layers else ():
             for owner, scope in self.owners(call, function):
+                yield from self._saved_ties(call, function, owner)
                 lineage = self.model(owner, scope)
                 for cast in casts:
                     reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
                     if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
                         yield Trained(cast, call, function, lineage)
 
+    def _saved_ties(
+        self, call: ast.Call, function: Function, model: ast.expr, arguments: ast.Call | None = None
+    ) -> Iterator[Trained]:
+        """Layers that are trained whole next to an adapter, `modules_to_save=["lm_head"]`, and what trains them."""
+        for attached, text in self._saved_layers:
+            lineage, base = self.model(model, function), self.model(attached.base, attached.function)
+            if attached.call is call or any(lineage.has(key, attached.function) for key in attached.targets):
+                is_lifted = any("float" in ast.unparse(loop) for loop, _ in self._freezing_loops)
+                for cast in () if is_lifted or base.is_adapted or base.is_restored else lasting_casts(base):
+                    if cast.low and self._reaches(cast, call, function, model, is_adapted=True):
+                        yield Trained(replace(cast, key=text), call, function, base, arguments)
+
+    @cached_property
+    def _saved_layers(self) -> tuple[tuple[Attachment, str], ...]:
+        return tuple(saved_layers(self.outline)) if self.adapters == "yes" else ()
+
     def owners(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """The models that the call which creates an optimizer receives."""
-        if not _MAKES_OPTIMIZER.search(last_name_of(call.func)):
+        if not MAKES_OPTIMIZER.search(last_name_of(call.func)):
             params = argument(call, 0, "params")
             yield from owners_of(self.outline, params, function) if params is not None else ()
             return
@@ -250,41 +258,17 @@ class Training:
 
     @cached_property
     def _factories(self) -> tuple[tuple[ast.Call, Function], ...]:
-        """The calls of functions of other files that create an optimizer: `optimizer = build_optimizer(cfg, model)`."""
-        outline = self.outline
-        sites = [site for name, calls in outline.calls.items() if _MAKES_OPTIMIZER.search(name) for site in calls]
-        return tuple(
-            (call, function)
-            for call, function in sites
-            if outline.call_target(call, function) is None and _is_assigned_optimizer(outline, call)
-        )
+        return optimizer_factories(self.outline)
+
+    @cached_property
+    def _updaters(self) -> tuple[tuple[ast.Call, Function], ...]:
+        """The optimizers without master weights, those of classes of this file included."""
+        return (*self.optimizers, *defined_optimizers(self.outline))
 
     @cached_property
     def optimizers(self) -> tuple[tuple[ast.Call, Function], ...]:
         """The calls that create an optimizer without master weights."""
-        outline = self.outline
-        calls = [
-            site
-            for full, sites in outline.library_calls.items()
-            if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
-            for site in sites
-        ]
-        # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
-        for name, sites in outline.calls.items():
-            if "optim" in name.lower() and name in outline.bindings:
-                calls += [site for site in sites if self._is_plain_class(site.call.func, site.function)]
-        return tuple(
-            (call, function)
-            for call, function in calls
-            if not any(k.arg in _KEEPS_MASTER and constant(k.value) is not False for k in call.keywords)
-        )
-
-    def _is_plain_class(self, func: ast.expr, function: Function) -> bool:
-        options = [func]
-        key = key_of(func)
-        if key:
-            options = [part for v in self.outline.values(key, function) for part in arms_of(v)]
-        return bool(options) and all(self.outline.names.full(option).startswith(_PLAIN) for option in options)
+        return plain_optimizers(self.outline)
 
     def _is_spared(self, lineage: Lineage) -> bool:
         """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
@@ -301,7 +285,7 @@ class Training:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
                 if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
                     continue
-                if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
+                if self.adapters == "optional" and self._is_asked_for(call, function):
                     continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
@@ -316,6 +300,14 @@ class Training:
         loops = [loop for loop, function in self._freezing_loops if freezes(lineage, loop, function)]
         return not all(self._is_of_adapters(loop) or lineage.is_frozen_by_option(loop) for loop in loops)
 
+    def _is_asked_for(self, call: ast.Call, function: Function) -> bool:
+        """Whether an option decides on adapters: around a call, or around every call of the function that attaches them."""
+        sites = self.outline.calls.get(function.name, ()) if ADAPTER_FLAG.search(function.name) else ()
+        around = [conditions_of(self.outline, site.call) for site in sites]
+        return asks_for_adapters(conditions_of(self.outline, call)) or (
+            bool(around) and all(map(asks_for_adapters, around))
+        )
+
     def _is_of_adapters(self, loop: ast.For) -> bool:
         """Whether a loop freezes a model only where an option attaches adapters to it."""
         return self.adapters == "optional" and any(map(is_adapter_branch, conditions_of(self.outline, loop)))
@@ -328,8 +320,10 @@ class Training:
     def _freezing_loops(self) -> tuple[tuple[ast.For, Function], ...]:
         return freezing_loops(self.outline)
 
-    def _reaches(self, cast: Cast, by: ast.Call, function: Function, owner: ast.expr) -> bool:
-        """Whether the weights still have this cast's dtype when `by` trains them."""
+    def _reaches(
+        self, cast: Cast, by: ast.Call, function: Function, owner: ast.expr, *, is_adapted: bool = False
+    ) -> bool:
+        """Whether the weights still have this cast's dtype when `by` trains them, or with `is_adapted` what is saved of them."""
         if not cast.may_be_low:
             return False
         outline = self.outline
@@ -337,12 +331,13 @@ class Training:
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
-        if any(map(is_adapter_branch, here)):
+        if not is_adapted and any(map(is_adapter_branch, here)):
             return False  # the branch that attaches an adapter
+        aside = _ASIDE_OF_ADAPTERS if is_adapted else _ASIDE
         own = [text for text, is_true in here if is_true and (text, is_true) not in there]
-        if any(_ASIDE.search(text.lower()) and not has_other_option(text) for text in own):
+        if any(aside.search(text.lower()) and not has_other_option(text) for text in own):
             return False
-        if any(_ASIDE.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
+        if any(aside.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
             return False
         if ends_run(outline, cast.node, by, cast.key):
             return False
@@ -368,6 +363,7 @@ class Training:
                 if model is None or arguments is None or is_sharded(self.outline, arguments, function):
                     continue
                 without = unsharded_when(self.outline, arguments, function)
+                yield from self._saved_ties(call, function, model, arguments)
                 own = keyword_of(
                     self.outline, call, function, "optimizers", "optimizer", "peft_config", "optimizer_cls_and_kwargs"
                 )
@@ -387,9 +383,3 @@ class Training:
                         only = not without or without in conditions_of(self.outline, cast.node)
                         if only and self._reaches(cast, call, function, model):
                             yield Trained(cast, call, function, lineage, arguments)
-
-
-def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:
-    parent = outline.parents.get(call)
-    targets = parent.targets if isinstance(parent, ast.Assign) else []
-    return any("optim" in key_of(t).lower() for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))

@@ -25,13 +25,15 @@ from halfstep.check.script.objects.formats import (
     base_of,
     cast_formats,
     casts_in,
+    entries_named,
     formats_of,
     keyword_of,
     may_be_none,
     passed_for,
     returned_by,
 )
-from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
+from halfstep.check.script.objects.parameters import may_freeze, parts_of
+from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
@@ -59,7 +61,7 @@ _FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(mod
 _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 _OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
-_REFERENCE = regex(r"teacher|ref|frozen|target|vae|tokeni|text_enc|reward|ema|old", re.IGNORECASE)  # not trained
+_PART = regex(r"^(?!self\.)\w+\.([\w.]+\.)?(wte|wpe|\w*embed\w*|\w*head)$")  # layers that are cast alone
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -160,7 +162,8 @@ def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tup
         copy = lineage.copied.get(place_of(outline, key, scope))
         if copy is not None and call.lineno > copy.lineno:
             continue  # the copy was made before
-        if call not in visited and lineage.has(key, scope):
+        is_part = bool(_PART.search(key)) and formats <= SIXTEEN_BIT and not may_freeze(outline)
+        if call not in visited and (lineage.has(key, scope) or (is_part and lineage.has(key.partition(".")[0], scope))):
             lineage.casts.append(Cast(call, scope, key, formats, "cast"))
     return lineage
 
@@ -216,7 +219,7 @@ def _flow_of_call(
             yield from ((value, target, index, name) for value in returned_by(target))
         else:
             lineage.creations.append(Creation(call, function))
-            yield from _parts_of(outline, call, function, target)
+            yield from ((part, scope, None, key_of(part)) for part, scope in parts_of(outline, call, function, target))
             _add_constructor(lineage, call, function, name)
             _add_layers(lineage, call, function, target, name)
 
@@ -232,6 +235,8 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
         others = {b.function for b in outline.bindings.get(key, ())} - {scope}
         if not passed and len(others) == 1:  # passed from somewhere else, under the same name as in nearly all code
             yield ast.Name(key, ast.Load()), others.pop(), None, key
+    elif not bindings and key.endswith("]"):
+        yield from ((v, inner, None, key_of(v) or key) for v, inner in entries_named(outline, key, function))
     elif not bindings and "." in key:
         owner, _, part = key.rpartition(".")
         inside = {b.function.cls for b in outline.bindings.get(f"self.{part}", ())}
@@ -256,27 +261,6 @@ def _passed_as(outline: Outline, owner: str, part: str, function: Function) -> l
         for name, value in (*((key_of(a), a) for a in call.args), *((k.arg, k.value) for k in call.keywords))
         if name == part and key_of(value)
     ]
-
-
-def _parts_of(
-    outline: Outline, call: ast.Call, function: Function, init: Function | None
-) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
-    """The models that a class of this file receives and keeps as its parts, `self.student = student`, other than frozen ones."""
-    if init is None or init.name != "__init__":
-        return
-    own = ast.unparse(init.node) + "\n"
-    text = " ".join(ast.unparse(m.node) for m in outline.classes.get(init.cls, {}).values())
-    for param in init.params[1:]:
-        is_kept = re.search(rf"\bself\.\w+ = {param}\n", own)
-        if (
-            not is_kept
-            or _REFERENCE.search(param)
-            or re.search(rf"\b{param}\.(requires_grad|eval\(|parameters\()", text)
-        ):
-            continue
-        value = argument(call, init.params.index(param) - 1, param)
-        if value is not None and key_of(value) and not _OPTION.search(key_of(value)):
-            yield value, function, None, key_of(value)
 
 
 def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
@@ -367,9 +351,18 @@ def _is_other_branch(outline: Outline, quantized: ast.expr, dtype: ast.expr | No
 
 
 def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
-    """`Model(..., dtype=torch.bfloat16)`; a model class passes its dtype to every layer."""
-    value = keyword_of(lineage.outline, call, function, "dtype", "torch_dtype")
+    """`Model(..., dtype=torch.bfloat16)`; a model class passes its dtype to every layer, `nn.Parameter` keeps that of its tensor."""
     full = lineage.outline.names.full(call.func)
+    tensor = call.args[0] if full == "torch.nn.Parameter" and call.args else None
+    if isinstance(tensor, ast.Call) and (formats := cast_formats(lineage.outline, tensor, function)):
+        lineage.casts.append(Cast(call, function, name, formats, "constructor"))
+        return
+    made = tensor if isinstance(tensor, ast.Call) else call
+    value = keyword_of(lineage.outline, made, function, "dtype", "torch_dtype")
+    options = keyword_of(lineage.outline, call, function, "model_kwargs") if value is None else None
+    if options is not None:  # of sentence-transformers
+        spread = ast.Call(call.func, [], [ast.keyword(None, options)])
+        value = keyword_of(lineage.outline, spread, function, "dtype", "torch_dtype")
     if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
         return
     last = text_of(call.func).rsplit(".", 1)[-1]
@@ -387,6 +380,14 @@ def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Fu
     if not is_module and names.full(call.func) != "torch.nn.Sequential":
         return
     scope = target if is_module and target is not None else function
+    for cast in ast.walk(target.node) if is_module and target is not None else ():  # `self.to(torch.bfloat16)`
+        is_own = (
+            isinstance(cast, ast.Call) and isinstance(cast.func, ast.Attribute) and key_of(cast.func.value) == "self"
+        )
+        formats = cast_formats(lineage.outline, cast, scope) if is_own and isinstance(cast, ast.Call) else frozenset()
+        if isinstance(cast, ast.Call) and formats & SIXTEEN_BIT:
+            lineage.casts.append(Cast(cast, scope, name, formats, "cast"))
+            return
     for layer in ast.walk(target.node if is_module and target is not None else call):
         if isinstance(layer, ast.Call) and layer is not call and names.full(layer.func).startswith("torch.nn."):
             dtype = next((k.value for k in layer.keywords if k.arg == "dtype"), None)
