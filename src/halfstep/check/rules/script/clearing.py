@@ -12,7 +12,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
+from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
@@ -42,7 +42,6 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 _PREPARED = """\
