@@ -220,7 +220,12 @@ for i, batch in enumerate(loader):
         ("setup = TrainSetup(loss='l2', steps=accumulation_steps)", "pass", "", [9]),
         ("loss_fn = MeanLoss(accumulation_steps)", "pass", "", []),
         ("", "pass", "metrics['time'] = metrics['time'] + seconds / accumulation_steps", [9]),
-        ("", "if loss.isnan():\n        optimizer.zero_grad()\n        continue", "", [11]),  # a window that is given up
+        (
+            "",
+            "if loss.isnan():\n        optimizer.zero_grad()\n        continue",
+            "",
+            [11],
+        ),  # a window that is given up
         ("", "loss = loss * 0.0", "", []),  # no gradient to divide
     ],
 )

@@ -142,7 +142,9 @@ class ClearedEveryMicroBatch(TraceRule):
             if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
                 continue  # Accelerate clears gradients only at the end of a window there
             ends = set(branched(trace, trace[back]))
-            if only_settings(script, replace(trace[back], guards=tuple(set(trace[back].guards) - ends)), event):
+            # What is cleared at the start of an iteration is cleared before its backward, whatever that depends on.
+            guards = trace[back].guards if before else trace[back].accumulating
+            if only_settings(script, replace(trace[back], guards=tuple(set(guards) - ends)), event):
                 yield back
 
     @staticmethod
