@@ -139,3 +139,83 @@ def train(model, loader, optimizer):
 def test_an_optimizer_that_is_a_parameter_is_never_cleared(first, backward, expected):
     """HS156 reports a loop that gets its optimizer from a caller, also with a window or an Accelerator."""
     assert lines(EPOCH.format(first=first, backward=backward), "HS156") == expected
+
+
+BUILT = """\
+import torch
+optimizer = None
+optimizer = {build}
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "end", "expected"),
+    [
+        ("model.configure_optimizers(1e-4)", "pass", [(8, "warning")]),
+        ("create_optimizer(model)", "pass", [(8, "warning")]),
+        ("create_optimizer(model)", "optimizer.zero_grad()", []),
+        ("ClearingOptimizer(model)", "pass", []),  # of another file
+        ("wrap(model)", "pass", []),
+    ],
+)
+def test_an_optimizer_that_a_function_builds_is_never_cleared(build, end, expected):
+    """A function named for an optimizer returns one whose step leaves the gradients; of an unknown object nothing is known."""
+    assert lines(BUILT.format(build=build, end=end), "HS156") == expected
+
+
+COUNTER = """\
+import torch
+last = -1
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x) / accumulate
+    loss.backward()
+    {always}
+    if i - last >= accumulate:
+        {ends}
+        optimizer.zero_grad()
+        last = i
+"""
+
+
+@pytest.mark.parametrize(("always", "ends", "expected"), [("step", "pass", [(7, "warning")]), ("pass", "step", [])])
+def test_a_step_on_every_micro_batch_of_a_window_by_a_counter(always, ends, expected):
+    """The window that clears may end when a counter has reached its length."""
+    parts = {"step": "optimizer.step()", "pass": "pass"}
+    assert lines(COUNTER.format(always=parts[always], ends=parts[ends]), "HS183") == expected
+
+
+SKIPPED = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    {first}
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x) / accumulate
+    if torch.isnan(loss):
+        continue
+    scaler.scale(loss).backward()
+    if (i + 1) % accumulate == 0:
+        scaler.step(optimizer)
+        scaler.update()
+        {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ("optimizer.zero_grad()", "pass", [(4, "warning")]),
+        ("pass", "optimizer.zero_grad()", []),
+        ("if i % accumulate == 0: optimizer.zero_grad()", "pass", []),
+    ],
+)
+def test_a_batch_that_is_skipped_after_the_gradients_were_cleared(first, last, expected):
+    """What runs at the start of every iteration clears before each backward, whatever that depends on."""
+    assert lines(SKIPPED.format(first=first, last=last), "HS181") == expected

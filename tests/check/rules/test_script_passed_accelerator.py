@@ -59,6 +59,8 @@ def main(cfg, model, optimizer, loader):
     [
         ("print(cfg.grad_accum_steps)", True),
         ("is_last = (i + 1) % cfg.grad_accum_steps == 0", False),
+        ("if (i + 1) % cfg.grad_accum_steps == 0: progress_bar.update(1)", True),  # the batches of a resumed run
+        ("if (i + 1) % cfg.grad_accum_steps == 0: flush(optimizer)", False),
         ("print(accelerator.gradient_accumulation_steps)", False),
         ("print(cfg.steps)", False),
     ],

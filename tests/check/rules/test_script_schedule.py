@@ -214,3 +214,28 @@ for x in loader:
     {order[1]}.step()
 """
     assert reported(text, "HS195") == expected
+
+
+PER_BATCH = """\
+import torch
+def epoch(model, loader, optimizer, scaler, scheduler, step_on_batch):
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        {decided}
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scheduler is not None and step_on_batch:
+            scheduler.step()
+        optimizer.zero_grad()
+step_on_batch = interval == 'step'
+scaler = torch.amp.GradScaler('cuda')
+epoch(model, loader, optimizer, scaler, scheduler, step_on_batch=step_on_batch)
+"""
+
+
+@pytest.mark.parametrize(("decided", "expected"), [("pass", [11]), ("step_on_batch = ready(loss)", [])])
+def test_a_setting_that_chooses_a_schedule_per_batch(decided, expected):
+    """A flag named for stepping per batch is a setting, unless the loop assigns it."""
+    assert reported(PER_BATCH.format(decided=decided)) == expected

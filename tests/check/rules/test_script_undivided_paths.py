@@ -189,3 +189,182 @@ class Learner:
 def test_the_micro_batch_before_the_step_is_divided_too(test, expected):
     """Its gradients are added to those of the others, and weigh as much as all of them if only they are divided."""
     assert reported(FLAGGED.format(test=test)) == expected
+
+
+ITERATION = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+{before}
+for i, batch in enumerate(loader):
+    mask = batch['mask']
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = loss_fn(model(batch['x']), batch['y'])
+    {loss}
+    scaler.scale(loss).backward()
+    {after}
+    if (i + 1) % accumulation_steps == 0:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "after", "expected"),
+    [
+        ("", "loss = loss.sum() / mask.sum()", "", [9]),  # the mean of this micro-batch
+        ("tokens = count(loader)", "loss = loss.sum() / tokens", "", []),  # may be the tokens of a window
+        ("", "loss = loss / world_size", "", [9]),
+        ("", "pass", "meter.update(loss.item() * accumulation_steps)", [9]),
+        ("", "loss = rescale(loss, accumulation_steps)", "", []),  # by another file
+        ("setup = TrainSetup(loss='l2', steps=accumulation_steps)", "pass", "", [9]),
+        ("loss_fn = MeanLoss(accumulation_steps)", "pass", "", []),
+        ("", "pass", "metrics['time'] = metrics['time'] + seconds / accumulation_steps", [9]),
+        (
+            "",
+            "if loss.isnan():\n        optimizer.zero_grad()\n        continue",
+            "",
+            [11],
+        ),  # a window that is given up
+        ("", "loss = loss * 0.0", "", []),  # no gradient to divide
+    ],
+)
+def test_what_is_no_division_by_the_micro_batches(before, loss, after, expected):
+    """A mean over the micro-batch or the processes, a number for the log and a setting that is stored divide by no window."""
+    assert reported(ITERATION.format(before=before, loss=loss, after=after)) == expected
+
+
+TWO_LOSSES = """\
+import torch
+def adversarial(loader):
+    for i, x in enumerate(loader):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss_d, loss_g = criterion(discriminator, generator, x)
+        loss_d = loss_d{first}
+        loss_d.backward(retain_graph=True)
+        loss_g = loss_g{second}
+        loss_g.backward()
+        if (i + 1) % accumulation_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+def pretrain(loader):
+    for i, x in enumerate(loader):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        loss = loss{third}
+        loss.backward()
+        if (i + 1) % accumulation_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "expected"),
+    [
+        (" / accumulation_steps", " / accumulation_steps", " / accumulation_steps", []),
+        (" / accumulation_steps", "", " / accumulation_steps", [9]),
+        ("", " / accumulation_steps", " / accumulation_steps", [7]),
+        (" / accumulation_steps", " / accumulation_steps", "", [18]),
+    ],
+)
+def test_the_division_of_another_loss(first, second, third, expected):
+    """One loss that is divided, in the same loop or in another function, divides no other loss."""
+    assert reported(TWO_LOSSES.format(first=first, second=second, third=third)) == expected
+
+
+FLAG = """\
+import torch
+pending = 0
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x){divided}
+    loss.backward()
+    pending += 1
+    flush = {flag}
+    if flush:
+        optimizer.step()
+        optimizer.zero_grad()
+        pending = 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "divided", "expected"),
+    [
+        ("pending >= accumulation_steps or i + 1 == len(loader)", "", [6]),
+        ("pending >= accumulation_steps or i + 1 == len(loader)", " / accumulation_steps", []),
+        ("pending == settings.accumulation_steps", "", [6]),
+        ("pending >= limit", "", []),
+    ],
+)
+def test_a_flag_that_counts_to_the_length_of_a_window(flag, divided, expected):
+    """The step waits for a counter behind a flag, whatever the flag is called."""
+    assert reported(FLAG.format(flag=flag, divided=divided)) == expected
+
+
+ENTRY = """\
+import torch
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        output = model(x)
+    output['loss'] /= setup['optimizer']['{divisor}']
+    output['loss'].backward()
+    if (i + 1) % setup['optimizer']['every'] == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [("every", []), ("temperature", [6])])
+def test_a_window_length_that_is_an_entry(divisor, expected):
+    """The divisor is compared with the last key of the entry."""
+    assert reported(ENTRY.format(divisor=divisor)) == expected
+
+
+LAST_APART = """\
+import torch
+for step in range(steps):
+    for k in range(accumulation_steps):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(next(batches))
+        if k < accumulation_steps - 1:
+            with model.no_sync():
+                (loss{divided}).backward()
+        else:
+            (loss{divided}).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("divided", "expected"), [("", [8, 10]), (" / accumulation_steps", [])])
+def test_the_last_micro_batch_in_a_branch_of_its_own(divided, expected):
+    """The branches of all but the last micro-batch and of the last one are one window."""
+    assert reported(LAST_APART.format(divided=divided)) == expected
+
+
+OWN_ENGINE = """\
+import torch
+class Agent:
+    def train(self, loader):
+        for i, x in enumerate(loader):
+            with torch.autocast('cuda', enabled=self.args.amp):
+                loss = self.model(x)
+            if self.args.deepspeed:
+                self.model.backward(loss)
+            elif self.args.amp:
+                self.scaler.scale(loss{divided}).backward()
+            else:
+                (loss{divided}).backward()
+            if (i + 1) % self.args.accumulation_steps == 0:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("divided", "expected"), [("", [10]), (" / self.args.accumulation_steps", [])])
+def test_an_engine_in_another_branch(divided, expected):
+    """DeepSpeed divides the loss itself, so that its backward is not the one to report."""
+    assert reported(OWN_ENGINE.format(divided=divided)) == expected

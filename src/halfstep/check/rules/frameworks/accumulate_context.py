@@ -108,6 +108,14 @@ def _stored(script: Script) -> Iterator[str]:
             yield text_of(node)
 
 
+def _is_window(script: Script, count: ast.AST) -> bool:
+    """Whether what waits for a count may be a step: anything but the batches that a resumed run skips."""
+    test = next((n for n in script.above(count) if isinstance(n, ast.stmt)), None)
+    is_test = isinstance(test, ast.If) and any(n is count for n in ast.walk(test.test))
+    calls = [n for s in test.body for n in ast.walk(s) if isinstance(n, ast.Call)] if isinstance(test, ast.If) else []
+    return not is_test or any("bar" not in text_of(call.func) for call in calls)
+
+
 def _own_setting(script: Script) -> str:
     """A number of accumulation steps that a script has and does not count; "" if there is none."""
     settings: list[str] = []
@@ -119,7 +127,8 @@ def _own_setting(script: Script) -> str:
                 settings.append(text_of(node))
                 parent = script.outline.parents.get(node)
                 is_operand = isinstance(parent, ast.BinOp) and parent.right is node
-                if is_operand and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod):
+                is_count = is_operand and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod)
+                if parent is not None and is_count and _is_window(script, parent):
                     return ""  # counted by the script itself
                 if isinstance(parent, ast.keyword) and parent.arg in {"gradient_accumulation_steps", "num_steps"}:
                     return ""

@@ -12,14 +12,20 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import (
+    MAX_ASSIGNMENTS,
     Divisions,
     assignments_before,
+    batch_sizes,
     bindings_before,
     computed_apart,
     divided_by,
     divides_gradients,
+    is_divided,
     is_own_mean,
+    is_size_of_batch,
+    joins_cached,
     names_in,
+    passed_to_loss,
     undivided_end,
 )
 from halfstep.check.script.flow.event import Event, compatible
@@ -54,12 +60,10 @@ _LOSS_NAME = regex(r"^[\w.]*\b(scaled_|micro_|total_|backward_)?loss(es)?$|facto
 _NOMINAL = regex(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
 _NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _GRADIENT = regex(r"grads?(?![a-z_])")  # not `grad_accum_steps`
+_ENTRY = regex(r"\[['\"](\w+)['\"]\]$")  # `config["steps"]`
 _FACTOR = regex(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
-_RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
-_PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
 _PIECES = regex(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
-MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = regex(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
@@ -114,13 +118,16 @@ class LossNotDivided(TraceRule):
         length = window.length
         if length == "self.trainer.accumulate_grad_batches":
             return None  # 1: Lightning raises for any other number with manual optimization
-        last = length.rsplit(".", 1)[-1]
+        entry = _ENTRY.search(length)
+        last = entry[1] if entry else length.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(script, trace, event, window):
             return None
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         others = [e for e in others if e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards)]
         others = [e for e in others if not computed_apart(script, e, event, key_of(_loss_of(event)))]
+        others = [e for e in others if not (e.kind == "owned_backward" and not leaves_loss(script, e))]
+        others = [e for e in others if not is_divided(script, e, last)]
         if not all(in_other_precision(script, e.node, event.node) and self._divided(script, last, e) for e in others):
             return None  # reported at the first backward
         if (
@@ -141,7 +148,12 @@ class LossNotDivided(TraceRule):
             )
         if self._divided(script, last, event) or self._weighted(script, event) or divides_gradients(script.outline):
             return None
-        if self._summed(script, trace, event) or _joins_cached(script) or _passed_to_loss(script, last):
+        if (
+            _is_zero(script, event)
+            or self._summed(script, trace, event)
+            or joins_cached(script)
+            or passed_to_loss(script, last, length)
+        ):
             return None
         if (" / " in length or _PIECES.search(length)) and not _is_mean(script, event):
             return None  # each slice may have its share of the batch as a factor
@@ -167,8 +179,8 @@ class LossNotDivided(TraceRule):
         # `if isnan(loss): zero_grad(); continue`, and the branch for a window of one micro-batch.
         known = tuple(g for g in event.guards if g not in event.accumulating or "%" not in g.text)
         cleared = [e for e in cleared if possible(known, e.guards)]
+        cleared = [e for e in cleared if (e.accumulating and not window.by_loop) or not abandons(script, e)]
         if window.by_loop:
-            cleared = [e for e in cleared if not abandons(script, e)]
             return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
         return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
@@ -185,8 +197,31 @@ class LossNotDivided(TraceRule):
                     self._is_for_log(script, node, event) or self._is_apart(script, node, divided, event)
                 ):
                     continue
-                return True
+                if not self._is_of_other(script, node, event):
+                    return True
         return False
+
+    def _is_of_other(self, script: Script, node: ast.AST, event: Event) -> bool:
+        """Whether a quotient is the loss of another backward only: that of another loop, or of a discriminator."""
+        around = list(script.above(node))
+        others = {e.node: e for e in script.events(*self.kinds) if e.node is not event.node}
+        if node in others or any(n in others for n in around):
+            return True  # `(loss / n).backward()`
+        if not around:
+            return False  # a function that is not about training, such as that of a model
+        if around[-1] is not event.function.node:
+            callers = {n for root in event.roots for n in script.above(root)}
+            return around[-1] not in callers and any(e.function.node is around[-1] for e in others.values())
+        statement = script.statement(node)
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        names = {key_of(target).rsplit(".", 1)[-1] for target in targets}
+        near = [e for e in others.values() if e.function is event.function]
+        loops = {n for n in around if isinstance(n, (ast.For, ast.While))}.difference(script.above(event.node))
+        if any(n in loops for e in near for n in script.above(e.node)):
+            return True
+        return not names & {"", *self._behind(script, event, rounds=6)} and any(
+            names <= self._behind(script, e, rounds=6) for e in near
+        )
 
     def _is_apart(self, script: Script, node: ast.BinOp | ast.AugAssign, divided: str, event: Event) -> bool:
         """Whether a quotient is assigned to a variable from which the loss is not computed: a time, an average for the log."""
@@ -198,7 +233,7 @@ class LossNotDivided(TraceRule):
                 # `log[0] = loss / n` of the very variable that backward runs on.
                 root = text_of(stored.value if isinstance(stored, ast.Subscript) else stored)
                 return root.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
-            target = "" if isinstance(stored, ast.Subscript) else key_of(stored)
+            target = key_of(stored.value if isinstance(stored, ast.Subscript) else stored)
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
         if _LOSS.search(divided) and not _is_total(script, divided, event):
@@ -261,7 +296,7 @@ class LossNotDivided(TraceRule):
         bound = [b for name in names - {"", "self"} for b in bindings_before(script, name, event)]
         bound = [b for b in bound if not in_no_grad(script, b.node)]  # of a validation
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
-        sizes = _batch_sizes(script)
+        sizes = batch_sizes(script)
         return any(
             isinstance(n, ast.BinOp)
             and isinstance(n.op, ast.Div)
@@ -269,6 +304,7 @@ class LossNotDivided(TraceRule):
             # `loss.sum() / batch_size` of the loader is the mean over a micro-batch.
             and not (key_of(n.right).rsplit(".", 1)[-1] in sizes and text_of(n.left).endswith(".sum()"))
             and not is_own_mean(n)
+            and not is_size_of_batch(script, n, event)
             for n in nodes
         )
 
@@ -293,29 +329,12 @@ def _is_total(script: Script, divided: str, event: Event) -> bool:
     return bool(bound) and all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
 
 
-def _passed_to_loss(script: Script, last: str) -> bool:
-    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
-    parents = script.outline.parents
-    return any(
-        (key_of(value) or text_of(value)).rsplit(".", 1)[-1] == last
-        and (_RESCALES_LOSS.search(text_of(call)) or _assigns_loss(parents.get(call)))
-        and not _PRINTS.search(text_of(call.func))
-        and script.outline.call_target(call, function) is None
-        for call, function in (site for sites in script.outline.calls.values() for site in sites)
-        for value in (*call.args, *(k.value for k in call.keywords))
-    )
-
-
-def _assigns_loss(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Assign) and any("loss" in text_of(target).lower() for target in node.targets)
-
-
-def _batch_sizes(script: Script) -> set[str]:
-    """The names of the batch sizes that data loaders are created with."""
-    names = [name for name in script.outline.calls if "data" in name.lower() or "loader" in name.lower()]
-    calls = [c for name in names for c, _ in script.outline.calls[name]]
-    values = [k.value for c in calls for k in c.keywords if k.arg == "batch_size"]
-    return {key_of(value).rsplit(".", 1)[-1] for value in values} - {""}
+def _is_zero(script: Script, event: Event) -> bool:
+    """Whether a loss is multiplied by 0, for the communication of a batch without samples: `(dummy.sum() * 0.0).backward()`."""
+    loss = _loss_of(event)
+    bound = bindings_before(script, key_of(loss), event) if loss is not None and key_of(loss) else []
+    value = max(bound, key=lambda b: getattr(b.node, "lineno", 0)).value if bound else loss
+    return isinstance(value, ast.BinOp) and 0 in {constant(value.left), constant(value.right)}
 
 
 def _is_mean(script: Script, event: Event) -> bool:
@@ -376,22 +395,6 @@ class LossDividedTwice(TraceRule):
             f"{f'`{event.local.subject}`' if event.local.subject else 'the loss'} is divided by `{twice}` twice: gradients are too small by that factor",
             instead=f"divide the loss by {twice} once",
         )
-
-
-def _joins_cached(script: Script) -> bool:
-    """Whether each loss is over the features of the whole window: `cached[:j] + [features] + cached[j + 1 :]`.
-
-    The gradient of each micro-batch then reaches the weights once, and the sum is that of the whole batch.
-    """
-    for node in ast.walk(script.tree):
-        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
-            continue
-        slices = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
-        ends = [s.slice for s in slices if isinstance(s.slice, ast.Slice)]
-        before, after = ({ast.unparse(e) for s in ends if (e := getattr(s, end))} for end in ("upper", "lower"))
-        if any(f"{index} + 1" in after for index in before):
-            return True
-    return False
 
 
 RULES: tuple[type[Rule], ...] = (LossNotDivided, LossDividedTwice)

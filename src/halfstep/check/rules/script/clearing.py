@@ -12,7 +12,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
+from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
@@ -42,7 +42,6 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 _PREPARED = """\
@@ -143,7 +142,9 @@ class ClearedEveryMicroBatch(TraceRule):
             if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
                 continue  # Accelerate clears gradients only at the end of a window there
             ends = set(branched(trace, trace[back]))
-            if only_settings(script, replace(trace[back], guards=tuple(set(trace[back].guards) - ends)), event):
+            # What is cleared at the start of an iteration is cleared before its backward, whatever that depends on.
+            guards = trace[back].guards if before else trace[back].accumulating
+            if only_settings(script, replace(trace[back], guards=tuple(set(guards) - ends)), event):
                 yield back
 
     @staticmethod

@@ -214,7 +214,7 @@ class SchedulerIgnoresSkips(TraceRule):
         waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
-        same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g)]
+        same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g, event)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
@@ -242,9 +242,12 @@ def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
     return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
 
 
-def _is_per_step(script: Script, guard: Guard) -> bool:
-    """Whether a condition is a setting, named for stepping per batch, that nothing in this file assigns."""
-    return guard.is_true and bool(_PER_STEP.match(guard.text)) and guard.text not in script.outline.bindings
+def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition is a setting, named for stepping per batch, that nothing assigns where the schedule advances."""
+    key = guard.text.partition("#")[0]
+    bound = script.outline.bindings.get(key, ())
+    is_set = all(b.function is not event.function or isinstance(b.function.node, ast.Module) for b in bound)
+    return guard.is_true and bool(_PER_STEP.match(key)) and is_set
 
 
 def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:

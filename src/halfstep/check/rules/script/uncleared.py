@@ -382,8 +382,7 @@ class StepEveryMicroBatch(TraceRule):
 def _window_of_clearing(script: Script, cleared: list[Event], event: Event) -> str:
     """n, where every zero_grad waits for the end of a window of n micro-batches for which a step does not."""
     lengths = [
-        next((n for g in e.accumulating if g not in event.guards and "%" in g.text and (n := length_of(script, g))), "")
-        for e in cleared
+        next((n for g in e.accumulating if g not in event.guards and (n := length_of(script, g))), "") for e in cleared
     ]
     return lengths[0] if lengths and all(lengths) else ""
 

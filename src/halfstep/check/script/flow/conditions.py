@@ -10,7 +10,7 @@ import ast
 import re
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Guard
+from halfstep.check.script.flow.event import Guard, is_accumulation
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -209,10 +209,18 @@ def _compared(outline: Outline, subject: str) -> set[str]:
 
 
 def _counts(value: ast.expr) -> bool:
-    """Whether a value counts to the end of a window: `(i + 1) % n == 0`, alone or combined with other tests."""
+    """Whether a value counts to the end of a window: `(i + 1) % n == 0` or `count >= accumulate`, alone or combined with other tests."""
     return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
-        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
+        (isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod)) or _reaches(part) for part in ast.walk(value)
     )
+
+
+def _reaches(test: ast.AST) -> bool:
+    """Whether a test is that a counter has reached the length of a window."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Eq, ast.GtE)):
+        return False
+    length = key_of(test.comparators[0])
+    return bool(length and key_of(test.left)) and is_accumulation(Guard(length, is_true=True))
 
 
 def leaving(statement: ast.If, *, in_loop: bool) -> tuple[bool, bool]:

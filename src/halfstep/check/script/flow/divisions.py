@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -16,23 +18,35 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Binding, Outline
 
 __all__ = [
+    "MAX_ASSIGNMENTS",
     "Assignment",
     "Divisions",
     "assignments_before",
+    "batch_sizes",
     "bindings_before",
     "computed_apart",
     "divided_by",
     "divides_gradients",
+    "is_divided",
     "is_own_mean",
+    "is_size_of_batch",
+    "joins_cached",
     "names_in",
+    "passed_to_loss",
     "undivided_end",
 ]
 
+MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDES = {"div", "div_", "divide", "true_divide"}
 _ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
 _RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
+
+_SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
+_WORLD = regex(r"(^|[._])(get_)?(world_size|num_gpus|n_gpus?|num_processes|num_replicas)(\(\))?$")
+_RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
+_PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument|append", re.IGNORECASE)
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -160,6 +174,14 @@ def _plain(text: str, is_true: bool) -> tuple[str, bool]:
     return (text[4:], not is_true) if text.startswith("not ") else (text, is_true)
 
 
+def is_divided(script: Script, event: Event, last: str) -> bool:
+    """Whether the loss of a backward is certainly divided by the number of micro-batches in the iteration."""
+    statement = script.statement(event.node)
+    before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS)) if statement else []
+    divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
+    return any(last in re.split(r"\W+", d) and Divisions(d, before).of(event.node) for d in divisors)
+
+
 def bindings_before(script: Script, name: str, event: Event) -> list[Binding]:
     """The assignments that may bind a variable at an event: those before it, where its own function has any."""
     every = script.outline.lookup(name, event.function)
@@ -186,3 +208,75 @@ def is_own_mean(quotient: ast.BinOp) -> bool:
         isinstance(n, ast.Call) and text_of(n.func).rsplit(".", 1)[-1] == "sum" for n in ast.walk(quotient.left)
     )
     return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
+
+
+def is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
+    """Whether a quotient is a mean over one micro-batch, `loss.sum() / mask.sum()`, or over the processes, `loss / world_size`.
+
+    The number that it divides by is then computed in the iteration of the backward, not for a whole window.
+    """
+    divisor = quotient.right
+    if _WORLD.search(text_of(divisor)):
+        return True
+    is_sum = any(isinstance(n, ast.Call) and text_of(n.func).endswith("sum") for n in ast.walk(quotient.left))
+    names = {n.id for n in ast.walk(divisor) if isinstance(n, ast.Name)} - _FUNCTIONS
+    if not is_sum or not names:
+        return False
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+    place = loop if loop is not None else event.function.node
+    lines = range(getattr(place, "lineno", 0), (getattr(place, "end_lineno", 0) or 0) + 1)
+    texts = [text_of(divisor)]
+    for name in names:
+        bound = [b for b in script.outline.lookup(name, event.function) if b.function is event.function]
+        bound = [b for b in bound if getattr(b.node, "lineno", 0) in lines]
+        if not bound or any(isinstance(b.node, ast.AugAssign) for b in bound):
+            return False
+        texts += [text_of(b.value) for b in bound if b.value is not None]
+    return any(map(_SIZES.search, texts))
+
+
+def passed_to_loss(script: Script, last: str, length: str) -> bool:
+    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
+    return any(
+        (key_of(value).rsplit(".", 1)[-1] == last or text_of(value) == length)
+        and (_is_about_loss(call) or _assigns_loss(script.outline.parents.get(call)))
+        and not _PRINTS.search(text_of(call.func))
+        and script.outline.call_target(call, function) is None
+        for call, function in (site for sites in script.outline.calls.values() for site in sites)
+        for value in (*call.args, *(k.value for k in call.keywords))
+    )
+
+
+def _is_about_loss(call: ast.Call) -> bool:
+    """Whether a call may divide a loss: named for it, or with one among its arguments, unless it creates an object with settings."""
+    name = text_of(call.func)
+    is_class = name.rsplit(".", 1)[-1][:1].isupper()
+    return bool(_RESCALES_LOSS.search(name if is_class else text_of(call)))
+
+
+def _assigns_loss(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Assign) and any("loss" in text_of(target).lower() for target in node.targets)
+
+
+def batch_sizes(script: Script) -> set[str]:
+    """The names of the batch sizes that data loaders are created with."""
+    names = [name for name in script.outline.calls if "data" in name.lower() or "loader" in name.lower()]
+    calls = [c for name in names for c, _ in script.outline.calls[name]]
+    values = [k.value for c in calls for k in c.keywords if k.arg == "batch_size"]
+    return {key_of(value).rsplit(".", 1)[-1] for value in values} - {""}
+
+
+def joins_cached(script: Script) -> bool:
+    """Whether each loss is over the features of the whole window: `cached[:j] + [features] + cached[j + 1 :]`.
+
+    The gradient of each micro-batch then reaches the weights once, and the sum is that of the whole batch.
+    """
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+            continue
+        slices = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
+        ends = [s.slice for s in slices if isinstance(s.slice, ast.Slice)]
+        before, after = ({ast.unparse(e) for s in ends if (e := getattr(s, end))} for end in ("upper", "lower"))
+        if any(f"{index} + 1" in after for index in before):
+            return True
+    return False

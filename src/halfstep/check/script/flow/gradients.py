@@ -44,6 +44,7 @@ _HARMLESS = regex(
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
+_BUILDS = regex(r"(^|[._])[a-z]+_optimi[sz]ers?$")
 _AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
 _WORD = regex(r"[A-Za-z_]\w+")
 _COMMON = {
@@ -237,10 +238,19 @@ def steps_only(script: Script, event: Event) -> bool:
     """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
     name = event.local.optimizer
     values = script.outline.values(name, event.function)
+    values = [v for v in values if not (isinstance(v, ast.Constant) and v.value is None)]  # until it is created
     if not values:
         return name in event.function.params
     plain = {call for call, _ in script.training.optimizers}
-    return all(value in plain or _is_prepared(value) or _is_around(script, value, plain) for value in values)
+    return all(v in plain or _is_prepared(v) or _is_built(v) or _is_around(script, v, plain) for v in values)
+
+
+def _is_built(value: ast.expr) -> bool:
+    """Whether a function named for it creates an optimizer: `create_optimizer(model)`, `model.configure_optimizers(rate)`.
+
+    One that this file defines, and that clears gradients, has to name them.
+    """
+    return isinstance(value, ast.Call) and bool(_BUILDS.search(text_of(value.func)))
 
 
 def _is_prepared(value: ast.expr) -> bool:

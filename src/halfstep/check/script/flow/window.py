@@ -137,14 +137,17 @@ def accumulated_over(script: Script, trace: Trace, index: int) -> Window | None:
     event = trace[index]
     following = next(later(trace, index, *STEPS), None)
     step = trace[following] if following is not None else None
-    if step is None or step.kind == "owned_step" or any(g not in step.guards for g in event.accumulating):
+    if step is None or step.kind == "owned_step":
+        return None
+    complemented = branched(trace, event)
+    if any(g not in step.guards and g not in complemented for g in event.accumulating):
         return None
     depth = min(len(step.loops), len(event.loops))
     if step.loops[:depth] != event.loops[:depth]:
         depth = depth_without_optimizers(script, step)  # `for o in optimizers: o.step()` after the loop
     if step.loops[:depth] != event.loops[:depth] or not _is_over_optimizers(script, step, depth):
         return None
-    shared = set(event.guards) - set(branched(trace, event))
+    shared = set(event.guards) - set(complemented)
     for guard in step.accumulating:
         length = "" if guard in shared else length_of(script, guard)
         if length:
@@ -202,8 +205,9 @@ def length_of(script: Script, guard: Guard) -> str:
     ):
         if match := _MODULO.search(text_of(binding.value)):
             return match.group(1)
-    reached = (_REACHED if guard.is_true else _NOT_REACHED).search(text)
-    return reached.group(1) if reached and ACCUMULATION.search(reached.group(1)) else ""
+    pattern = _REACHED if guard.is_true else _NOT_REACHED
+    ends = (m for part in text.split(" or ") if (m := pattern.search(part)))  # `count >= n or is_last`
+    return next((end.group(1) for end in ends if ACCUMULATION.search(end.group(1))), "")
 
 
 def _counted_loop(script: Script, event: Event, step: Event, depth: int) -> Window | None:
@@ -266,6 +270,9 @@ def micro_batches(loop: ast.AST) -> str:
         if name == "chunk":  # torch.chunk(x, n), x.chunk(n)
             chunks = source.args[1:] if text_of(source.func) == "torch.chunk" else source.args
             return text_of(chunks[0]) if chunks else ""
+        if "accumulat" in name and source.args:  # a generator of contexts: accumulate_contexts(n, ddp)
+            length = text_of(source.args[0])
+            return length if ACCUMULATION.search(length) else ""
         if _CHUNKS.search(name) and len(source.args) > 1:  # a helper: deep_chunk(batch, self.iter_size)
             length = text_of(source.args[-1])
             return length if ACCUMULATION.search(length) and not _SIZE.search(length) else ""
