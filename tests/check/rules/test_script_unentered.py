@@ -73,7 +73,14 @@ def test_a_model_that_receives_no_precision_opens_no_region_for_it(created):
 
 @pytest.mark.parametrize(
     "created",
-    ["build(args)", "build(4, fp16=args.amp)", "build(**vars(args))", "torch.nn.DataParallel(build(4))", "args.model"],
+    [
+        "build(args)",
+        "build(model_config)",
+        "build(4, fp16=args.amp)",
+        "build(**vars(args))",
+        "torch.nn.DataParallel(build(4))",
+        "args.model",
+    ],
 )
 def test_a_model_that_may_know_of_mixed_precision_may_open_a_region(created):
     """HS134 is silent if the model receives the settings or a flag, runs in threads, or is created elsewhere."""
@@ -85,3 +92,11 @@ def test_the_help_of_an_option_computes_nothing():
     option = 'parser.add_argument("--amp", action="store_true", help="train under autocast")\n'
     script = MODEL.format(created="build(4)").replace("from nets import build\n", f"from nets import build\n{option}")
     assert findings(script, "HS134")
+
+
+@pytest.mark.parametrize(("context", "is_reported"), [("args.ctx", False), ("timer(args)", True)])
+def test_a_context_of_another_file_may_be_a_region(context, is_reported):
+    """HS134 is silent where the forward runs in a context whose name may be that of a region."""
+    plain = "        loss = criterion(model(x), y)\n"
+    script = MODEL.format(created="build(4)").replace(plain, f"        with {context}:\n    {plain}")
+    assert bool(findings(script, "HS134")) == is_reported

@@ -104,6 +104,8 @@ class ScalerWithoutAutocast(TraceRule):
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
             return None
+        if any(_MAY_CAST.search(text_of(r.node)) for e in forwards for r in e.regions):
+            return None  # `with settings.ctx:`, which another file sets
         is_plain = all(self._is_plain(script, e.subject, e.function) for e in forwards)
         # A flag that switches the scaler, and that the model does not receive, switches no region of the model.
         is_switched = all(s.enabled != "yes" for s in scalers)

@@ -21,7 +21,7 @@ __all__ = ["bce_in_forward", "idle_regions", "is_configured", "off_by_default"]
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
 _WRAPS = {"DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"}
 _SETTINGS = regex(
-    r"^(\*\*)?(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings|params|hps|hp)$|^\*\*|^(\*\*)?vars\(",
+    r"^(\*\*)?(self\.)?(\w*_)?(args|cfg|config|conf|hparams|opts?|flags|settings|params|hps|hp)$|^\*\*|^(\*\*)?vars\(",
     re.IGNORECASE,
 )
 _PRECISION = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|precision|16|dtype", re.IGNORECASE)
