@@ -341,7 +341,8 @@ for x, y in loader:
         ("net = resnet50()\nmodel = torch.nn.DataParallel(net.cuda())", 1),
         ("model = resnet50()\nmodel = torch.compile(model)", 1),
         ("model = resnet50()\nif multi:\n    model = torch.nn.parallel.DistributedDataParallel(model.to(rank))", 1),
-        ("model = resnet50()\ncontext = autocast()", 0),
+        ("model = resnet50()\ncontext = autocast()", 1),  # which nothing enters
+        ("model = resnet50()\ncontext = autocast()\nuse(context)", 0),
     ],
 )
 def test_scaler_without_region_with_an_unused_import(create, count):

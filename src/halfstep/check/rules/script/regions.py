@@ -15,6 +15,8 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, scalers_
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
+from halfstep.check.script.objects.forwards import idle_regions, is_configured
+from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -36,6 +38,7 @@ _WRAPPERS = (
     "torch.distributed.fsdp.",
 )
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
+_MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
 _COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
@@ -95,13 +98,19 @@ class ScalerWithoutAutocast(TraceRule):
                 self._disabled(script, trace, index)
                 or self._around_loss(script, trace, index)
                 or self._never_entered(script, trace, index)
+                or self._for_evaluation(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
             return None
+        if any(_MAY_CAST.search(text_of(r.node)) for e in forwards for r in e.regions):
+            return None  # `with settings.ctx:`, which another file sets
         is_plain = all(self._is_plain(script, e.subject, e.function) for e in forwards)
-        if not is_plain and not _was_forgotten(script):
+        # A flag that switches the scaler, and that the model does not receive, switches no region of the model.
+        is_switched = all(s.enabled != "yes" for s in scalers)
+        is_told = not is_switched or any(is_configured(script, e.subject, e.function) for e in forwards)
+        if not is_plain and not _was_forgotten(script) and is_told:
             return None  # a model of another file may open a region in its forward
         return self.finding(
             script.where(event.node),
@@ -180,6 +189,25 @@ class ScalerWithoutAutocast(TraceRule):
             instead=f"GradScaler(..., enabled={condition})",
         )
 
+    def _for_evaluation(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for regions of which none is around a computation with gradients: the evaluation's, or one never entered."""
+        event = trace[index]
+        scalers = script.scalers_named(event.scaler)
+        near = [e for e in trace[:index] if e.kind == "forward" and e.loops == event.loops]
+        forwards = [e for e in near if compatible(e, event) and not e.inside("no_grad")]
+        if not scalers or not forwards or _casts(trace[:index]) or is_owned(script, trace, event):
+            return None
+        contexts = [text_of(r.node) for e in forwards for r in e.regions]
+        regions = idle_regions(script) if not any(map(_MAY_CAST.search, contexts)) else ()
+        if not any("float16" in a.dtypes and a.enabled != "no" for a in regions):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}` scales the loss, but `{forwards[0].local.subject}` ({script.at(forwards[0].node)}) runs outside "
+            f"autocast, which line {regions[0].where.line} has for something else: the training runs in float32",
+            instead="compute the model and the loss inside torch.autocast, or remove the scaler",
+        )
+
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
@@ -254,6 +282,8 @@ def _mentions_16_bits(script: Script) -> bool:
     """Whether anything may compute in 16 bits; comments and imports from torch do not: `autocast` may be imported and never used."""
     lines = [_COMMENT.sub("", line) for line in script.lines.text.splitlines()]
     for node in ast.walk(script.tree):
+        if isinstance(node, ast.keyword) and node.arg == "help" and node.lineno == node.end_lineno:
+            lines[node.lineno - 1] = ""  # of an option, in words
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                 lines[number] = "" if number < len(lines) else lines[number]

@@ -132,7 +132,7 @@ class SkipWithoutUpdate(TraceRule):
         ]
         # The test is in the function of the `unscale_`, or in one of its callers.
         for depth in range(len(event.roots), -1, -1) if updates else ():
-            skip = find_skip(script, event, depth)
+            skip = find_skip(script, event, depth, is_any=True)
             if skip is not None and all(is_past(script, e, event, depth, skip) for e in updates):
                 return self.finding(
                     script.where(event.node),

@@ -175,7 +175,10 @@ class UncheckedUpdate(TraceRule):
             if used or not any(e.kind == "opt_step" and compatible(e, event) for e in around):
                 return None
         other = {e.node for e in around if e.kind == "opt_step" and (not scaled or not compatible(e, event))}
-        called = [node for node in ast.walk(event.function.node) if isinstance(node, ast.Call) and node not in other]
+        other |= {e.node for e in script.events("sched_step")}
+        # What the function does before its loop, such as creating a schedule for the optimizer, steps nothing.
+        loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+        called = [n for n in ast.walk(loop or event.function.node) if isinstance(n, ast.Call) and n not in other]
         if scaled and any(map(_may_step, called)):
             return None
         return self.finding(
@@ -233,6 +236,7 @@ def _may_step(call: ast.Call) -> bool:
     """Whether a call may step an optimizer: by its name, or because it receives one."""
     name = text_of(call.func).rsplit(".", 1)[-1]
     values = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
+    values = [value for value in values if "param_groups" not in value]  # its learning rate
     return bool(_STEPS.search(name)) or (name != "scale" and any(map(_OPTIMIZER.search, values)))
 
 

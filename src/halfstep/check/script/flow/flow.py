@@ -88,9 +88,10 @@ class _Walk:
 
     def block(
         self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
-    ) -> None:
+    ) -> tuple[Guard, ...]:
+        """Walk a list of statements; the conditions that are true after it."""
         for position, statement in enumerate(body):
-            self.statement(statement, guards, loops, regions)
+            guards = self.statement(statement, guards, loops, regions) or guards
             rest = body[position + 1 :]
             regions, blocks = self.contexts.by_hand(statement, rest, regions, guards, len(loops))
             for node in blocks:
@@ -110,10 +111,12 @@ class _Walk:
                     guards = (*guards, *self.tests.guards(statement.test, is_true=True))
             elif isinstance(statement, ast.Try) and statement.handlers and leaves_block(statement.body):
                 guards = (*guards, Guard(f"except@{statement.handlers[0].lineno}", is_true=True))
+        return guards
 
     def statement(
         self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
-    ) -> None:
+    ) -> tuple[Guard, ...] | None:
+        """Walk a statement; the conditions after a `with` or `try` in which `if skip: continue` leaves."""
         if isinstance(node, ast.If):
             # An elif chain is nested else branches: walk it in a loop, because it can be long.
             branch: ast.If = node
@@ -130,7 +133,7 @@ class _Walk:
                     continue
                 if decided is not True:
                     self.block(branch.orelse, guards, loops, regions)
-                return
+                return None
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self.expression(node, guards, loops, regions)
             loop = Loop(0, node.lineno, node.col_offset)
@@ -148,13 +151,15 @@ class _Walk:
                     )
                 if region.kind == "scaled_loss" and item.optional_vars is not None:
                     self.scaled[key_of(item.optional_vars)] = _Scaled("maybe", guards)  # by Apex, which also unscales
-            self.block(node.body, guards, loops, inner)
+            return self.block(node.body, guards, loops, inner)
         elif isinstance(node, (ast.Try, ast.TryStar)):
-            self.block(node.body, guards, loops, regions)
+            after = self.block(node.body, guards, loops, regions)
             for handler in node.handlers:
                 self.block(handler.body, (*guards, Guard(f"except@{handler.lineno}", is_true=True)), loops, regions)
             self.block(node.orelse, guards, loops, regions)
             self.block(node.finalbody, guards, loops, regions)
+            # Otherwise the statements that follow also run after an exception, which may come before the `if`.
+            return after if all(leaves_block(handler.body) for handler in node.handlers) else None
         elif isinstance(node, ast.Match):
             self.expression(node, guards, loops, regions)
             for index, case in enumerate(node.cases):
@@ -162,12 +167,13 @@ class _Walk:
                 self.block(case.body, (*guards, Guard(label, is_true=True)), loops, regions)
                 guards = (*guards, Guard(label, is_true=False))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return
+            return None
         elif isinstance(node, ast.ClassDef):
             self.block([s for s in node.body if not isinstance(s, ast.FunctionDef)], guards, loops, regions)
         else:
             self.expression(node, guards, loops, regions)
             self.assignment(node, guards, loops, regions)
+        return None
 
     def expression(
         self, node: ast.AST, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, Guard, is_accumulation
 from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
@@ -50,10 +51,11 @@ def is_past(script: Script, update: Event, event: Event, depth: int, skip: ast.I
     return same and _place(script, update, depth).lineno > (skip.body[-1].end_lineno or 0)
 
 
-def find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
+def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False) -> ast.If | None:
     """The test of the gradients, after an event and in one function, that skips the rest of the iteration.
 
-    Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration.
+    Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration. With `is_any`
+    the test before a `continue` may be about anything but mixed precision and the end of a window.
     """
     start = node = _place(script, event, depth)
     above = list(script.above(start))
@@ -68,7 +70,7 @@ def find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
         rest = block[block.index(node) + (node is not start) :] if block else []
         tests = [s for s in rest if isinstance(s, ast.If) and isinstance(s.body[-1], leave)]
         for test in tests[:MAX_TESTS]:
-            if _is_skip(script, test, event, above[-1]):
+            if _is_skip(script, test, event, above[-1], is_any=is_any and in_loop):
                 return test
         if isinstance(parent, _LOOPS) or not isinstance(parent, ast.stmt):
             return None
@@ -132,9 +134,12 @@ def _stops(script: Script, call: ast.stmt) -> bool:
     return False
 
 
-def _is_skip(script: Script, test: ast.If, event: Event, function: ast.AST) -> bool:
-    """Whether a branch is for non-finite gradients or losses and does not touch the scaler."""
-    return _tests_gradients(script, test, function) and not _touches(script, [test.test, *test.body], event)
+def _is_skip(script: Script, test: ast.If, event: Event, function: ast.AST, *, is_any: bool) -> bool:
+    """Whether a branch is for non-finite gradients or losses, or for anything, and does not touch the scaler."""
+    guard = Guard(text_of(test.test), is_true=True)
+    is_other = is_any and not is_accumulation(guard) and not any(is_amp((name, True)) for name in _names(test.test))
+    is_skip = is_other or _tests_gradients(script, test, function)
+    return is_skip and not _touches(script, [test.test, *test.body], event)
 
 
 def _tests_gradients(script: Script, test: ast.If, function: ast.AST) -> bool:

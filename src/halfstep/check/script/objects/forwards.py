@@ -1,20 +1,30 @@
-"""Operations in the forward of modules that run under autocast, and regions that are off unless a caller enables them."""
+"""Operations in the forward of modules that run under autocast, and regions that no computation with gradients enters."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.engines import loop_class
 from halfstep.check.script.objects.losses import BCE
-from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant
+from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["bce_in_forward", "off_by_default"]
+__all__ = ["bce_in_forward", "idle_regions", "is_configured", "off_by_default"]
 
+_MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
+_WRAPS = {"DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"}
+_SETTINGS = regex(
+    r"^(\*\*)?(self\.)?(\w*_)?(args|cfg|config|conf|hparams|opts?|flags|settings|params|hps|hp)$|^\*\*|^(\*\*)?vars\(",
+    re.IGNORECASE,
+)
+_PRECISION = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|precision|16|dtype", re.IGNORECASE)
 _LOSSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
 
@@ -94,3 +104,62 @@ def off_by_default(script: Script, region: Autocast) -> bool:
                 k.arg == region.enabled for calls in script.outline.calls.values() for c, _ in calls for k in c.keywords
             )
     return False
+
+
+def idle_regions(script: Script) -> tuple[Autocast, ...]:
+    """The regions of a script if none is around a computation with gradients: entered without gradients, or not at all."""
+    entered = list(script.events("enter_autocast"))
+    if any(not e.inside("no_grad") for e in entered) or script.has("enter_function"):
+        return ()
+    blocks = [e.node for e in entered if isinstance(e.node, (ast.With, ast.AsyncWith))]
+    contexts = {item.context_expr for block in blocks for item in block.items}
+    uses = Counter(_last_name(c.func if isinstance(c, ast.Call) else c) for c in contexts)
+    uses.update(
+        _last_name(a.node.func) for a in script.autocasts if a.node not in contexts
+    )  # `autocast = torch.autocast(...)`
+    for region in script.autocasts:
+        statement = script.statement(region.node)
+        if region.node in contexts:
+            continue
+        # `ctx = torch.autocast(...)` or `def ctx(): return torch.autocast(...)`, of which every use is known.
+        names = {_last_name(target) for target in statement.targets} if isinstance(statement, ast.Assign) else set()
+        if isinstance(statement, ast.Return):
+            names = {n.name for n in script.above(statement) if isinstance(n, ast.FunctionDef)}
+        if not names or any(not name or script.outline.loads[name] != uses[name] for name in names):
+            return ()
+    return script.autocasts
+
+
+def _last_name(node: ast.AST) -> str:
+    return key_of(node).rsplit(".", 1)[-1]
+
+
+def is_configured(script: Script, key: str, function: Function, depth: int = 3) -> bool:
+    """Whether a model may know of mixed precision: it receives settings or a flag for it, or its creation is not in this file.
+
+    DataParallel counts too: its replicas run in threads, where only a region in the model's own forward has an effect.
+    """
+    calls = [value for value in script.outline.values(key, function) if _created(value) is not None]
+    if not calls or depth == 0:
+        return True
+    return any(_is_told(script, call, key, function, depth) for value in calls if (call := _created(value)))
+
+
+def _is_told(script: Script, call: ast.Call, key: str, function: Function, depth: int) -> bool:
+    """Whether the call that creates a model passes settings or a precision, or wraps a model that is created with them."""
+    name = _last_name(call.func)
+    models = [key_of(a) for a in call.args[:1]] if name in _WRAPS else []
+    if name == "DataParallel" or any(isinstance(a, ast.Starred) for a in call.args):
+        return True
+    if models and models != [key]:
+        return not models[0] or is_configured(script, models[0], function, depth - 1)
+    values = [*call.args, *(k.value for k in call.keywords)]
+    texts = [*map(text_of, values), *(k.arg or "**" for k in call.keywords)]
+    return not models and any(_SETTINGS.search(text) or _PRECISION.search(text) for text in texts)
+
+
+def _created(value: ast.expr) -> ast.Call | None:
+    """The call that creates a model, before `.to(device)` and the like; None for one that only returns the model itself."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+        value = value.func.value
+    return value if isinstance(value, ast.Call) else None

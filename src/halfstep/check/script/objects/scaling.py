@@ -8,9 +8,13 @@ import re
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, later
+from halfstep.check.script.flow.passing import stores
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.saving import restores, saves
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
 
@@ -26,7 +30,13 @@ _HELPERS = regex(
 _DATA_SCALER = regex(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 # Names of what may scale a loss; `guidance_scale` and `ax.set_xscale` are none.
 _SCALES = regex(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
+# Functions that may scale: `loss_scaler(loss, optimizer)`, `scale_loss(loss)`; not a class, `ShiftScaleRotate` or `ScaledAdam`.
+_SCALING_CALL = regex(
+    r"^(?!raise|log|warn|print)[a-z_]*(scaler|(un)?scale_(loss|grad)|(loss|grad|amp)_scale|scaled?_backward)|^(un)?scale_?$"
+)
 _STATE = {"state_dict", "load_state_dict", "get_scale", "is_enabled"}
+_ACTIONS = ("scale", "scaler_step", "unscale", "owned_step", "handed")
+_PLAIN_CALLS = {"print", "isinstance", "hasattr", "getattr", "setattr", "str", "type", "len"}
 
 
 def is_owned(script: Script, trace: Trace, event: Event) -> bool:
@@ -105,9 +115,48 @@ def _identifier(node: ast.AST) -> str:
 def has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     names = {s.key.rsplit(".", 1)[-1] for s in script.scalers}
-    if any(not name or (script.outline.loads[name] and not _is_only_saved(script, name)) for name in names):
+    is_read = any(not name or (script.outline.loads[name] and not _is_only_saved(script, name)) for name in names)
+    if is_read or any("scaler" in n.lower() and not _is_other_scaler(script, n) for n in script.outline.loads):
+        return _acts(script)
+    return False
+
+
+def _acts(script: Script) -> bool:
+    """Whether any line may scale a loss with something called a scaler, which otherwise is only created, passed on or saved."""
+    if script.has(*_ACTIONS) or any(event.scaled != "no" for event in script.events("backward")):
         return True
-    return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
+    for name, sites in script.outline.calls.items():
+        acts = _SCALING_CALL.search(name)
+        for call, function in sites:
+            if acts and not _is_creation(script, call):
+                return True
+            func = call.func
+            owner = _identifier(func.value) if isinstance(func, ast.Attribute) else ""
+            if _is_scaler_name(owner) and name not in {*_STATE, "update", "get"}:
+                return True
+            passed = [_identifier(value) for value in arguments_of(call)]
+            if any(map(_is_scaler_name, passed)) and not _is_known(script, call, function, name):
+                return True
+    return False
+
+
+def _is_creation(script: Script, call: ast.Call) -> bool:
+    """Whether the result of a call is a scaler: `scaler = make_scaler(args)`."""
+    statement = script.statement(call)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = [_identifier(n) for target in targets for n in ast.walk(target)]
+    return any(map(_is_scaler_name, names))
+
+
+def _is_scaler_name(name: str) -> bool:
+    return "scaler" in name.lower() and not is_data_scaler(name)
+
+
+def _is_known(script: Script, call: ast.Call, function: Function, name: str) -> bool:
+    """Whether a function that receives a scaler is one of this file, or does not train with it: it saves, restores or prints."""
+    if stores(call) or saves(name) or restores(name) or name in _PLAIN_CALLS:
+        return True
+    return script.outline.call_target(call, function) is not None
 
 
 def is_data_scaler(name: str) -> bool:

@@ -1,0 +1,156 @@
+"""HS102, HS112, HS115, HS123: a scaler that is passed around and does nothing, and paths that leave an iteration."""
+
+import pytest
+
+from check_scripts import findings
+
+PASSED = """\
+import torch
+from torch.amp import GradScaler
+from files import save_checkpoint, {imported}
+
+def train_epoch(loader, net, opt, criterion, scaler):
+    for x, y in loader:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(net(x), y)
+{backward}
+
+def main(net, loader, opt, criterion):
+    scaler = {created}
+    for epoch in range(9):
+        train_epoch(loader, net, opt, criterion, scaler)
+        save_checkpoint(net, opt, scaler, epoch)
+"""
+PLAIN = "        loss.backward()\n        opt.step()"
+
+
+@pytest.mark.parametrize("created", ['GradScaler("cuda")', "None", "make_scaler()"])
+def test_a_scaler_that_is_passed_on_and_saved_scales_nothing(created):
+    """HS123 does not take the parameter `scaler` of a loop for a use of the scaler."""
+    script = PASSED.format(imported="make_scaler", created=created, backward=PLAIN)
+    assert len(findings(script, "HS123")) == 1
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        "        scaler.scale(loss).backward()\n        scaler.step(opt)\n        scaler.update()",
+        "        scale_loss(loss, scaler)\n        loss.backward()\n        opt.step()",
+        "        loss = scale_loss(loss)\n        loss.backward()\n        opt.step()",
+        "        scaler.prepare(loss)\n        loss.backward()\n        opt.step()",
+    ],
+    ids=["scale", "passed", "by name", "method"],
+)
+def test_a_scaler_that_may_act_on_the_loss_is_one(backward):
+    """HS123 is silent where the scaler, or a function named after one, may scale the loss."""
+    script = PASSED.format(imported="scale_loss", created='GradScaler("cuda")', backward=backward)
+    assert not findings(script, "HS123")
+
+
+ANCHORS = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = model(x)
+        loss = criterion(out[0], y, {passed}) + criterion(out[1], y, {passed})
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("passed", "is_reported"), [("scaled_anchors", True), ("loss_scale", False)])
+def test_only_a_scale_of_the_loss_scales_it(passed, is_reported):
+    """HS123: what a loss function receives may be scaled inputs, which leave the loss as it is."""
+    assert bool(findings(ANCHORS.format(passed=passed), "HS123")) == is_reported
+
+
+LEAVING = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    {scaled}.backward()
+    try:
+        check(loss)
+        if is_bad(model):
+            optimizer.zero_grad()
+            continue
+    except RuntimeError:
+        {handler}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_branch_that_leaves_a_try_is_not_on_the_path_after_it():
+    """HS102: gradients cleared before a `continue` inside `try` are not those of the step after it."""
+    assert findings(LEAVING.format(scaled="loss", handler="continue"), "HS102")
+
+
+@pytest.mark.parametrize(("scaled", "handler"), [("scaler.scale(loss)", "continue"), ("loss", "optimizer.zero_grad()")])
+def test_the_path_after_a_try_with_a_scaled_or_cleared_gradient_is_right(scaled, handler):
+    """HS102 is silent for a scaled loss, and where the handler continues with the step."""
+    assert not findings(LEAVING.format(scaled=scaled, handler=handler), "HS102")
+
+
+SKIPPING = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if {test}:
+        {before}continue
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize("test", ["not is_good(model)", "dropped", "len(x) < 2"])
+def test_any_test_may_skip_the_update(test):
+    """HS112: whatever a `continue` after `unscale_` depends on, the next `unscale_` raises."""
+    assert findings(SKIPPING.format(test=test, before=""), "HS112")
+
+
+@pytest.mark.parametrize(
+    ("test", "before"),
+    [("dropped", "scaler.update()\n        "), ("not use_amp", ""), ("(i + 1) % 4", "")],
+    ids=["updated", "without mixed precision", "a window, of HS106"],
+)
+def test_a_skip_that_updates_or_is_about_something_else_is_silent(test, before):
+    """HS112 is silent for an update before the `continue`, without mixed precision, and for micro-batches."""
+    assert not findings(SKIPPING.format(test=test, before=before), "HS112")
+
+
+UPDATING = """\
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    scheduler = CosineAnnealingLR(optimizer, 100)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        {step}
+        scaler.update()
+        scheduler.step()
+        log(optimizer.param_groups[0]["lr"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "is_reported"), [("pass", True), ("scaler.step(optimizer)", False), ("advance(optimizer)", False)]
+)
+def test_a_schedule_is_no_step_of_the_optimizer(step, is_reported):
+    """HS115: creating and advancing a schedule, and logging the learning rate, check no gradients."""
+    assert bool(findings(UPDATING.format(step=step), "HS115")) == is_reported
