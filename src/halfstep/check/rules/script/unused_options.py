@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 @dataclass
 class Options:
     name: str = "gpt2"
-    torch_dtype: str = "bfloat16"
+    torch_dtype: str = "float32"
 
 options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
 model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
