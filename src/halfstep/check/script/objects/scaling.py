@@ -11,8 +11,9 @@ from halfstep.check.script.flow.order import STEPS, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
 
-__all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
+__all__ = ["has_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
 
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
@@ -23,7 +24,6 @@ _HELPERS = regex(
     r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
     r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
 )
-_DATA_SCALER = regex(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 # Names of what may scale a loss; `guidance_scale` and `ax.set_xscale` are none.
 _SCALES = regex(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 _STATE = {"state_dict", "load_state_dict", "get_scale", "is_enabled"}
@@ -107,12 +107,9 @@ def has_scaler(script: Script) -> bool:
     names = {s.key.rsplit(".", 1)[-1] for s in script.scalers}
     if any(not name or (script.outline.loads[name] and not _is_only_saved(script, name)) for name in names):
         return True
-    return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
-
-
-def is_data_scaler(name: str) -> bool:
-    """Whether a class scales data: `StandardScaler`."""
-    return bool(_DATA_SCALER.search(name))
+    others = data_scalers(script.outline) - names
+    named = [name for name in script.outline.loads if "scaler" in name.lower() and name not in others]
+    return any(not _is_other_scaler(script, name) for name in named)
 
 
 def _is_other_scaler(script: Script, name: str) -> bool:
