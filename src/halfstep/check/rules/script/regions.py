@@ -11,14 +11,16 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, scalers_at, switched_off
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, is_amp, scalers_at, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.values import Autocast, Scaler, autocasts_of, constant, text_of
+from halfstep.check.script.objects.values import Autocast, Scaler, argument, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.settled import Setting, named_values
 
 __all__ = ["RULES"]
 
@@ -95,6 +97,7 @@ class ScalerWithoutAutocast(TraceRule):
                 self._disabled(script, trace, index)
                 or self._around_loss(script, trace, index)
                 or self._never_entered(script, trace, index)
+                or self._by_other_test(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
@@ -125,7 +128,7 @@ class ScalerWithoutAutocast(TraceRule):
         outside = [e for e in forwards if not any(r.node is opened.regions[-1].node for r in e.regions)]
         entered = [e for e in before if e.kind == "enter_autocast" and e.autocast() and not e.inside("no_grad")]
         enabled = [e for e in entered if not all(map(_computes_float32, e.regions[-1].autocasts))]
-        if outside or enabled or (forwards and not all(_is_of_loop(e, event) for e in forwards)):
+        if outside or enabled or (forwards and not all(e.loops == event.loops for e in forwards)):
             return None
         if not forwards and not _calls_model(script, opened):
             return None
@@ -180,10 +183,48 @@ class ScalerWithoutAutocast(TraceRule):
             instead=f"GradScaler(..., enabled={condition})",
         )
 
+    def _by_other_test(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a setting with a value that enables the scaler and disables the region of its loss."""
+        event, scalers = trace[index], scalers_at(script, trace[index])
+        opened = region_of_loss(script, trace, index) if len(scalers) == 1 else None
+        if opened is None or any(map(is_amp, (*event.guards, *opened.guards))) or _casts(trace):
+            return None
+        autocasts = opened.regions[-1].autocasts
+        own, others = _switch(scalers[0].node), [_switch(a.node) for a in autocasts]
+        if (
+            own is None
+            or isinstance(own, ast.Constant)
+            or None in others
+            or any(_is_passed_on(script, a) for a in autocasts)
+        ):
+            return None
+        switches = [(node, opened.function) for node in others if node is not None]
+        for name, values in named_values(script.outline, [(own, scalers[0].function), *switches]).items():
+            for value in sorted(values):
+                setting = Setting(script.outline, name, value)
+                if setting.of(own, scalers[0].function) is True and all(setting.of(*s) is False for s in switches):
+                    return self.finding(
+                        script.where(scalers[0].node),
+                        f"when `{name}` is {value!r}, the scaler is enabled and autocast ({script.at(opened.node)}) is not: everything runs in float32",
+                        instead="enable both by the same test",
+                    )
+        return None
+
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+
+
+def _switch(call: ast.Call) -> ast.expr | None:
+    return argument(call, None, "enabled")
+
+
+def _is_passed_on(script: Script, region: Autocast) -> bool:
+    """Whether something else than a region receives its dtype, such as the model or its inputs."""
+    dtype = key_of(region.dtype_node).rsplit(".", 1)[-1] if region.dtype_node is not None else ""
+    calls = [c for name, sites in script.outline.calls.items() if name != "autocast" for c, _ in sites]
+    return bool(dtype) and any(key_of(v).rsplit(".", 1)[-1] == dtype for c in calls for v in arguments_of(c))
 
 
 def _casts(events: Sequence[Event]) -> bool:
@@ -227,10 +268,6 @@ def _is_for_float16(script: Script, scaler: Scaler) -> bool:
 def _computes_float32(autocast: Autocast) -> bool:
     """Whether a region computes in float32: it is disabled, or its dtype is float32."""
     return autocast.enabled == "no" or autocast.dtype in {"float32", "float64"}
-
-
-def _is_of_loop(forward: Event, event: Event) -> bool:
-    return forward.loops == event.loops
 
 
 def _calls_model(script: Script, opened: Event) -> bool:
