@@ -13,6 +13,9 @@ NEWER = (
     "print(f\"{'\\n'.join(rows)}\")\n",
     "print(f\"{'a' 'b\\t'!r:>{width}} {{literal}} {d['k']}\")\n",
     'print(f"{f"{f"{x["a"]}"}"}")\n',
+    "print(f\"{path / f'epoch_{row['n']}.pt'} {x}\")\n",
+    'print(f\'{f"{row["n"]}" + f"{k}"}\')\n',
+    'print(f"""{f\'{\'\\n\'.join(rows)}\'}""")\n',
     'print(f"{\n    loss  # the mean\n}", 1)\n',
     'print(f"{"""three"""}" f"{y["b"]}")\n',
     "print(f'''{'\\n'.join(x)} {d['k']}''')\n",
@@ -31,7 +34,7 @@ OLDER = (
     "return\"a\"'b'\"c\"'d'\nif x in\"ab\" 'cd': pass\n# '\nx = rb'' or Rb''\nf'' '{'\n",
     "type = 3\ntype(x)\nlazy = 1\ntry:\n    pass\nexcept (KeyError, ValueError) as error:\n    pass\n",
     "x = '{' + \"}\" + '''{\n}'''\nr'\\d' # f\"{x[\"a\"]}\"\n",
-    "print(f'{x!r:>{w}} {{}} {d[\"k\"]} {(lambda: 1)()}')\nclass A(B[int]):\n    def f(self): ...\n",
+    "print(f'{x!r:>{w}} {{}} {d[\"k\"]} {(lambda: 1)()}')\nprint(f\"{f'{x}' + d['k']} {f'{y!r:>{w}}'}\")\nclass A(B[int]):\n    def f(self): ...\n",
 )
 
 

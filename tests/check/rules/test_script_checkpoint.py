@@ -398,3 +398,52 @@ def test_a_function_that_nothing_runs_passes_objects_on():
         "def save_best(path, optimizer, **objects):\n    save_checkpoint(path, optimizer, **objects)\n"
     )
     assert [f.code for f in findings(text, "HS006", "HS170")] == []
+
+
+DATA_SCALER = """\
+import torch
+saved = torch.load(path) if resume else None
+{name} = saved.get("{name}") if saved else None
+if {name} is None:
+    {name} = {create}
+{use}
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+if saved:
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=args.amp):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save({{"optimizer": optimizer.state_dict(), "{name}": {name}{more}}}, path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "create", "use"),
+    [
+        ("price_scaler", "prepare(rows)", "low = price_scaler['mean']"),
+        ("x_scaler", "fit_x_scaler(rows)", "rows = x_scaler.transform(rows)"),
+        ("feature_scaler", "load_parts(rows)", "spread = feature_scaler.scale_"),
+    ],
+)
+def test_a_scaler_of_data_is_not_the_one_of_the_loss(name, create, use):
+    """It is indexed or transforms data: a checkpoint with it still lacks the GradScaler, and nothing of it is to be restored."""
+    text = DATA_SCALER.format(name=name, create=create, use=use, more="")
+    assert [f.line for f in findings(text, "HS170")] == [18]
+    assert findings(text, "HS171") == []
+    both = DATA_SCALER.format(name=name, create=create, use=use, more=', "scaler": scaler.state_dict()')
+    assert findings(both, "HS170") == []
+    assert [f.line for f in findings(both, "HS171")] == [18]
+
+
+def test_entries_of_a_dictionary_of_scalers_are_scalers():
+    """`scalers["g"].step(optimizer)` is a step of a GradScaler."""
+    text = DATA_SCALER.format(name="parts", create="{}", use="", more=', "scalers": scalers["g"].state_dict()')
+    text = text.replace("scaler = torch", 'scalers = {"g": None}\nscalers["g"] = torch').replace(
+        "    scaler.", '    scalers["g"].'
+    )
+    assert findings(text, "HS170") == []

@@ -174,3 +174,39 @@ class Base:
 def test_a_scaler_that_only_float32_switches_off(low, test, other, num):
     """HS120 in a base class whose regions are in another file: enabled for each 16-bit dtype that the file chooses."""
     assert len(findings(NOT_FLOAT32.format(low=low, test=test, other=other), "HS120")) == num
+
+
+MODES = """\
+import torch
+def train_step(mode, model, loader, scaler=None):
+    if mode == "pretrain":
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.{first}):
+                loss = loss_fn(model(x), y)
+            if scaler:
+                scaler.scale(loss).backward()
+            else:
+                loss.backward()
+    elif mode == "reward":
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss_fn(model(x), y)
+            loss.backward()
+
+def main(args):
+    scaler = torch.amp.GradScaler("cuda") if args.mode == "pretrain" else None
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        train_step(args.mode, model, loader, scaler=scaler)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+"""
+
+
+def test_the_region_of_a_step_is_that_of_the_loss_its_scaler_scaled():
+    """A later branch in bfloat16 has no scaler; where the scaled loss itself is in bfloat16, the scaler is idle."""
+    assert findings(MODES.format(first="float16"), "HS120") == []
+    assert [f.line for f in findings(MODES.format(first="bfloat16"), "HS120")] == [18]

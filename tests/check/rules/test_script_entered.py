@@ -152,3 +152,60 @@ train(model, optimizer, loader)
 def test_regions_behind_a_constant_that_is_off_are_never_entered(flag, test, expected):
     """HS134 reports a scaler whose regions all wait for a constant of the file that is off."""
     assert lines(CONSTANT.format(flag=flag, test=test), "HS134") == expected
+
+
+TWO_TESTS = """\
+import torch
+
+class Trainer:
+    def __init__(self, cfg):
+        self.use_amp = {region}
+        self.dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float16
+        self.scaler = torch.amp.GradScaler("cuda", enabled={scaler})
+
+    def fit(self):
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=self.dtype, enabled=self.use_amp):
+                loss = self.loss(self.model(x), y)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+IS_FLOAT16 = "self.dtype == torch.float16"
+
+
+@pytest.mark.parametrize(
+    ("region", "scaler"),
+    [
+        ('cfg.precision != "no"', IS_FLOAT16),
+        ('cfg.precision not in ("no", "fp32")', f"({IS_FLOAT16})"),
+        ('cfg.precision in ("fp16", "bf16")', "cfg.precision != 'bf16' or cfg.precision == 'no'"),
+        ('cfg.precision == "fp16" or cfg.precision == "bf16"', "cfg.precision in ('fp16', 'no')"),
+    ],
+)
+def test_a_value_of_the_setting_enables_the_scaler_and_not_the_region(region, scaler):
+    """Both switches come from one setting, by tests that disagree for the value without mixed precision."""
+    assert [f.line for f in findings(TWO_TESTS.format(region=region, scaler=scaler), "HS134")] == [7]
+
+
+@pytest.mark.parametrize(
+    ("region", "scaler"),
+    [
+        ('cfg.precision != "no"', f"self.use_amp and {IS_FLOAT16}"),
+        ('cfg.precision != "no"', "cfg.precision == 'fp16'"),
+        ("cfg.amp", IS_FLOAT16),
+        ('cfg.precision in ("fp16", "bf16")', IS_FLOAT16),
+        ('cfg.precision != "no"', "True"),
+    ],
+)
+def test_switches_that_agree_for_every_value_that_the_file_names(region, scaler):
+    """One implies the other, or they come from different settings."""
+    assert findings(TWO_TESTS.format(region=region, scaler=scaler), "HS134") == []
+
+
+def test_a_dtype_that_the_model_receives_may_be_what_computes_in_16_bits():
+    """With `model.to(self.dtype)` the scaler is enabled for the dtype of the weights."""
+    text = TWO_TESTS.format(region='cfg.precision != "no"', scaler=IS_FLOAT16)
+    text = text.replace("        self.scaler = ", "        self.model = build().to(self.dtype)\n        self.scaler = ")
+    assert findings(text, "HS134") == []

@@ -267,7 +267,8 @@ main(args)
         ("class Derived(Base):\n    def __init__(self, options):\n        self.args = options\nDerived(args)", 0),
         ("config = args\nbuild(config)", 0),
         ("def other(settings):\n    build(settings)\nother(args)", 0),
-        ("print(args.bf16)", 0),
+        ("print(args.bf16)", 1),
+        ("build(args.bf16)", 0),
     ],
 )
 def test_an_option_of_a_namespace_that_is_only_shown(rest, count):

@@ -330,3 +330,37 @@ class Amp:
 def test_the_condition_around_a_region_switches_it_like_its_flag(switch, expected):
     """A scaler with the flag of the branch that enters autocast is on for either dtype."""
     assert len(findings(GUARDED_REGION.format(switch=switch), "HS120")) == expected
+
+
+TESTED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda") if args.amp else None
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+{use}
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "if scaler:\n    state['scaler'] = scaler.state_dict()",
+        "if scaler and 'scaler' in state:\n    scaler.load_state_dict(state['scaler'])",
+        "state['scaler'] = scaler.state_dict() if scaler else None",
+        "if not scaler:\n    print('float32')",
+    ],
+)
+def test_a_test_whether_there_is_a_scaler_is_no_use(use):
+    """Its state is saved and restored under the test, and no loss is scaled."""
+    assert [f.line for f in findings(TESTED.format(use=use), "HS122")] == [2]
+
+
+@pytest.mark.parametrize(
+    "use", ["finish(scaler or make())", "if scaler:\n    finish(scaler)", "chosen = scaler or other"]
+)
+def test_a_scaler_that_is_passed_on_may_be_used(use):
+    """What receives it is not known."""
+    assert findings(TESTED.format(use=use), "HS122") == []

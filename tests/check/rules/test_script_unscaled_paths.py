@@ -275,3 +275,130 @@ def test_a_dtype_that_is_float16_or_none_is_certain():
         other: findings(COLLECTED.format(other=other, end=""), "HS123")[0].severity for other in ("None", "pick()")
     }
     assert severities == {"None": "error", "pick()": "warning"}
+
+
+DEFAULT = """\
+import torch
+def run_epoch(model, loader, optimizer, scaler, device, amp={default}):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast(device, enabled=amp):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(cfg):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    amp = {flag}
+    scaler = torch.amp.GradScaler(enabled=amp)
+    run_epoch(model, loader, optimizer, scaler, device{passed})
+"""
+
+
+@pytest.mark.parametrize("flag", ["cfg.get('amp', False)", "cfg.amp", "cfg.amp and device == 'cuda'"])
+def test_a_flag_that_reaches_the_scaler_but_not_the_region(flag):
+    """The parameter keeps its default, so the region is on whatever the setting is."""
+    text = DEFAULT.format(default="True", flag=flag, passed="")
+    assert [(f.line, f.severity) for f in findings(text, "HS123")] == [(14, "warning")]
+    assert findings(DEFAULT.format(default="True", flag=flag, passed=", amp=amp"), "HS123") == []
+    assert findings(DEFAULT.format(default="False", flag=flag, passed=""), "HS123") == []
+
+
+def test_a_flag_for_the_device_switches_autocast_as_well():
+    """Without CUDA the region does nothing, so a scaler that is off there misses nothing."""
+    assert findings(DEFAULT.format(default="True", flag="device == 'cuda'", passed=""), "HS123") == []
+
+
+def test_a_local_scaler_is_the_one_of_its_function():
+    """A second function with a scaler of the same name and another flag changes nothing."""
+    other = DEFAULT.format(default="True", flag="cfg.amp", passed=", amp=amp").replace("import torch\n", "")
+    text = (
+        "import torch\ndef tune(cfg):\n    amp = cfg['device'] == 'cuda'\n    scaler = torch.amp.GradScaler('cuda', enabled=amp)\n"
+        "    for x, y in loader:\n        optimizer.zero_grad()\n        with torch.autocast('cuda', enabled=True):\n"
+        "            loss = loss_fn(model(x), y)\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n"
+        "        scaler.update()\n"
+    )
+    assert findings(text + other, "HS123") == []
+    assert [f.line for f in findings(text.replace("cfg['device'] == 'cuda'", "cfg['amp']") + other, "HS123")] == [4]
+
+
+OPTIONAL = """\
+import torch
+def run_epoch(model, loader, optimizer, scaler, amp):
+    for x, y in loader:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=amp):
+            loss = loss_fn(model(x), y)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            if scaler is not None and amp:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+"""
+CALLS = """\
+
+def main(args):
+    scaler = {scaler}
+    amp = args.amp
+    run_epoch(model, loader, optimizer, scaler, amp)
+    run_epoch(model, test_loader, None, None, amp)
+"""
+CREATED = 'torch.amp.GradScaler("cuda", enabled=args.amp)'
+
+
+@pytest.mark.parametrize("calls", ["", CALLS.format(scaler=CREATED)])
+def test_a_scaler_that_every_training_call_passes_is_tested_for_the_evaluation(calls):
+    """`scaler is not None and amp` is then false only without mixed precision; other files may pass what they like."""
+    assert findings(OPTIONAL + calls, "HS123") == []
+
+
+def test_a_scaler_of_another_option_leaves_float16_unscaled():
+    """With the option for mixed precision alone, the file trains in float16 without a scaler."""
+    calls = CALLS.format(scaler='torch.amp.GradScaler("cuda") if args.scale else None')
+    assert [f.line for f in findings(OPTIONAL + calls, "HS123")] == [13]
+
+
+CONFIGURED = """\
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class Settings:
+    dtype: torch.dtype = torch.bfloat16
+
+    @classmethod
+    def read(cls, values):
+        values["dtype"] = {table}
+        return cls(**values)
+
+class Trainer:
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=self.settings.dtype):
+            loss = loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        '{"half": torch.float16, "bf16": torch.bfloat16}[values["dtype"]]',
+        'dict(half=torch.float16, bf16=torch.bfloat16).get(values["dtype"], torch.bfloat16)',
+        'torch.float16 if values["dtype"] == "half" else torch.bfloat16',
+    ],
+)
+def test_a_dtype_of_a_configuration_that_is_read_from_a_dictionary(table):
+    """The formats that the file converts names to are those a run may have."""
+    assert [(f.line, f.severity) for f in findings(CONFIGURED.format(table=table), "HS123")] == [(19, "warning")]
+    assert findings(CONFIGURED.format(table=table.replace("float16", "bfloat16")), "HS123") == []
+    text = CONFIGURED.format(table=table).replace("return cls(**values)", "return values")
+    assert findings(text, "HS123") == []

@@ -231,3 +231,115 @@ def test_a_scaler_for_float16_alone_shows_that_the_region_needs_a_dtype(chosen, 
     """With `dtype == 'bfloat16'` the scaler is off, but a region without a dtype still computes in float16."""
     text = SCALED.format(chosen=chosen, enabled=enabled, dtype=dtype)
     assert [f.line for f in findings(text, "HS136")] == lines
+
+
+PRINTED = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, config):
+        self.model = model
+        self.use_amp = {value}
+        {shown}
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "print(f'amp: {self.use_amp}')",
+        "log.info('mixed precision %s', 'on' if self.use_amp else 'off')",
+        "if self.use_amp and self.device.type == 'mps':\n            print('no amp')\n            self.use_amp = False\n"
+        "        elif self.use_amp:\n            print('amp')",
+    ],
+)
+@pytest.mark.parametrize("value", ["config.get('use_amp', False)", "config.use_amp"])
+def test_a_flag_that_only_messages_depend_on(shown, value):
+    """Whatever is printed, the run is in float32."""
+    assert [f.line for f in findings(PRINTED.format(value=value, shown=shown), "HS139")] == [6]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "self.region = make_region(self.use_amp)",
+        "if self.use_amp:\n            self.model = prepare(self.model)",
+        "print('amp', self.use_amp)\n        self.region = torch.autocast('cuda', enabled=self.use_amp)",
+        "print('amp', self.use_amp)\n        torch.set_default_dtype(torch.float16)",
+    ],
+)
+def test_a_flag_that_something_else_depends_on(shown):
+    """A call that receives it, or anything in 16 bits, may be what the flag is for."""
+    assert findings(PRINTED.format(value="config.use_amp", shown=shown), "HS139") == []
+
+
+OPTION = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="bfloat16")
+args = parser.parse_args()
+{use}
+model = build(torch.bfloat16)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "for key, value in vars(args).items():\n    print(f'{key}{\"-\" * max(0, 40 - len(key))}{value}')",
+        "print('\\n'.join(f'{k}: {v}' for k, v in vars(args).items()))",
+        "if args.dtype == 'float16':\n    print('float16')",
+        "print(f'training in {args.dtype}')",
+    ],
+)
+def test_an_option_that_is_only_printed(use):
+    """Messages read it, and nothing else does."""
+    assert [f.line for f in findings(OPTION.format(use=use), "HS139")] == [4]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "for key, value in vars(args).items():\n    settings[key] = value",
+        "for key, value in vars(args).items():\n    apply(key, value)",
+        "configure('\\n'.join(f'{k}: {v}' for k, v in vars(args).items()))",
+        "if args.dtype == 'float16':\n    torch.set_default_dtype(torch.float16)",
+        "dtype = getattr(torch, args.dtype)",
+    ],
+)
+def test_an_option_that_is_used(use):
+    """What leaves the message may decide the run."""
+    assert findings(OPTION.format(use=use), "HS139") == []
+
+
+SHARDED = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, {name}
+
+def build(model, args):
+    if args.mixed:
+        policy = {name}(param_dtype=torch.bfloat16)
+    else:
+        policy = None
+    return {wrapped}
+"""
+
+
+@pytest.mark.parametrize("name", ["MixedPrecision", "MixedPrecisionPolicy"])
+def test_a_policy_that_nothing_receives(name):
+    """The policy of FSDP is created and dropped; passed on, or returned, it is used."""
+    assert [f.line for f in findings(SHARDED.format(name=name, wrapped="FSDP(model)"), "HS139")] == [6]
+    assert findings(SHARDED.format(name=name, wrapped="FSDP(model, mixed_precision=policy)"), "HS139") == []
+    assert findings(SHARDED.format(name=name, wrapped="policy"), "HS139") == []

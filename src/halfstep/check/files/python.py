@@ -4,6 +4,7 @@ A checker often runs under an older Python than the script it checks. A text tha
 for character, into older syntax and parsed again, so that every position stays valid:
 
     f"{row["loss"]}"  f"{'\n'.join(rows)}"      3.12, PEP 701   nested strings get the other quote; text in them is blurred
+    f"{f'{row['loss']}.pt'}"                    3.12, PEP 701   the same for a quote that an inner f-string contains
     t"{loss}"                                   3.14, PEP 750   read as an f-string
     type Batch = dict[str, Tensor]              3.12, PEP 695   read as an assignment
     def f[T](x: T)    class A[T]                3.12, PEP 695   the type parameters are blanked
@@ -60,6 +61,7 @@ class _Rewriter:
     def __init__(self, text: str) -> None:
         self.text = text
         self.out = list(text)
+        self.has_reuse = False  # in the field being read: an f-string inside it that contains its own quote
 
     def rewrite(self) -> str:
         position = 0
@@ -134,9 +136,13 @@ class _Rewriter:
             if char == "\\" and not (formatted and text.startswith(("{", "}"), index + 1)):
                 index += 2
             elif formatted and char == "{" and not text.startswith("{{", index):
+                if depth == 0:
+                    self.has_reuse = False
                 end = self.field(index + 1, quote, depth)
                 if depth == 0:
                     self.flatten(index, end, quote)
+                else:
+                    self.has_reuse |= quote[0] in text[index:end] or "\\" in text[index:end]
                 index = end
             else:
                 index += 2 if formatted and text.startswith(("{{", "}}"), index) else 1
@@ -188,7 +194,7 @@ class _Rewriter:
                     before_break = self.text.startswith("\n", index + 1)
                     self.out[index] = "\\" if before_break else "_" if self.text[index].isascii() else self.text[index]
             return
-        if quote[0] not in inside and "\\" not in inside:
+        if quote[0] not in inside and "\\" not in inside and not self.has_reuse:
             return
         other = "'" if quote[0] == '"' else '"'
         index = start + 1

@@ -217,6 +217,11 @@ class ScalerWithBf16(ScriptRule):
             return ""
         if any(_FORMAT.search(text) and not (is_true and _is_bf16(text)) for text, is_true in event.guards):
             return ""
+        if event.kind == "scaler_step":
+            # The loss that a step is for is the one that its scaler scaled; other branches may have other regions.
+            backward = next((i for i in earlier(trace, index, "backward") if trace[i].scaler == event.scaler), None)
+            if backward is not None and trace[backward].scaled == "yes":
+                return ScalerWithBf16._in_bf16(script, trace, backward)
         before = next(earlier(trace, index, "enter_autocast"), None)
         if before is not None and not trace[before].inside("no_grad"):
             regions = list(trace[before].regions[-1].autocasts)

@@ -14,10 +14,10 @@ from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
-from halfstep.check.script.objects.scaling import is_data_scaler
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.scaler_class import is_data_scaler
 
 __all__ = ["RULES"]
 

@@ -260,7 +260,17 @@ def _is_state(script: Script, use: ast.expr) -> bool:
     call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else parent
     if isinstance(call, ast.Call) and any(event.node is call for event in script.events("stored")):
         return True
-    return isinstance(parent, ast.Compare) and constant(parent.comparators[0]) is None
+    if isinstance(parent, ast.Compare):
+        return constant(parent.comparators[0]) is None
+    return _is_test(script, use)
+
+
+def _is_test(script: Script, node: ast.AST) -> bool:
+    """Whether a value only decides a condition: `if scaler:`, `if scaler and "scaler" in state:`, `x if scaler else y`."""
+    parent = script.outline.parents.get(node)
+    if isinstance(parent, ast.UnaryOp | ast.BoolOp):
+        return _is_test(script, parent)
+    return isinstance(parent, ast.If | ast.IfExp | ast.While | ast.Assert) and parent.test is node
 
 
 def _is_prepared(node: ast.AST | None) -> bool:

@@ -29,6 +29,7 @@ from halfstep.check.script.objects.saving import (
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.scaler_class import data_scalers
 
 __all__ = ["RULES"]
 
@@ -252,13 +253,15 @@ def _purpose(script: Script, event: Event) -> str:
 
 def _names_scaler(script: Script) -> bool:
     """Whether a key or attribute has "scaler" in its name: the scaler is saved some other way."""
-    if not any("scaler" in text for text in script.outline.strings if text.isidentifier()):
+    others = data_scalers(script.outline)
+    if not any("scaler" in text for text in script.outline.strings - others if text.isidentifier()):
         return False
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Dict):
             if _is_setup(script, node):
                 continue
-            logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
+            entries = ((str(constant(k)), v) for k, v in zip(node.keys, node.values, strict=True))
+            logged = [v for name, v in entries if "scaler" in name and name not in others]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
         elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
@@ -267,7 +270,7 @@ def _names_scaler(script: Script) -> bool:
             continue  # a read, `parts["scaler"]`; what is called on it is an event of its own
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
-            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t for t in texts):
+            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t and t not in others for t in texts):
                 return True
     return False
 
@@ -335,15 +338,11 @@ def _restored_by_another_name(script: Script) -> bool:
                 sources = [loop.iter for loop in loops if key in {text_of(n) for n in ast.walk(loop.target)}] or [None]
             elif isinstance(bound.value, ast.IfExp):
                 sources = [bound.value.body, bound.value.orelse]
-            elif not isinstance(bound.value, ast.Subscript) and not _is_lookup(bound.value):
+            elif not isinstance(bound.value, ast.Subscript) and not text_of(bound.value).startswith("getattr("):
                 continue
             if not all(source is not None and _OTHERS.search(_collection(source)) for source in sources):
                 return True
     return False
-
-
-def _is_lookup(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and text_of(value.func) == "getattr"
 
 
 def _collection(source: ast.expr) -> str:

@@ -1,26 +1,28 @@
-"""HS134 and HS135: a scaler without a region, and weights that change inside one."""
+"""HS134: a scaler without a region."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
-from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, scalers_at, switched_off
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, is_amp, scalers_at, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.forwards import idle_regions, is_configured
 from halfstep.check.script.objects.scaling import is_owned
-from halfstep.check.script.objects.values import Autocast, Scaler, autocasts_of, constant, text_of
+from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.settled import Setting, named_values
 
 __all__ = ["RULES"]
 
@@ -41,7 +43,6 @@ _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itsel
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
 _COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
-_CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
 _NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
 _OF_TENSORS = {
@@ -57,14 +58,6 @@ for x, y in loader:
 {forward}    scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-"""
-_CRITIC = """\
-import torch
-for x in loader:
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = critic(x).mean()
-{clamp}        score = critic(generator(z)).mean()
-    (loss - score).backward()
 """
 
 
@@ -99,6 +92,7 @@ class ScalerWithoutAutocast(TraceRule):
                 or self._around_loss(script, trace, index)
                 or self._never_entered(script, trace, index)
                 or self._for_evaluation(script, trace, index)
+                or self._by_other_test(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
@@ -134,7 +128,7 @@ class ScalerWithoutAutocast(TraceRule):
         outside = [e for e in forwards if not any(r.node is opened.regions[-1].node for r in e.regions)]
         entered = [e for e in before if e.kind == "enter_autocast" and e.autocast() and not e.inside("no_grad")]
         enabled = [e for e in entered if not all(map(_computes_float32, e.regions[-1].autocasts))]
-        if outside or enabled or (forwards and not all(_is_of_loop(e, event) for e in forwards)):
+        if outside or enabled or (forwards and not all(e.loops == event.loops for e in forwards)):
             return None
         if not forwards and not _calls_model(script, opened):
             return None
@@ -208,10 +202,48 @@ class ScalerWithoutAutocast(TraceRule):
             instead="compute the model and the loss inside torch.autocast, or remove the scaler",
         )
 
+    def _by_other_test(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a setting with a value that enables the scaler and disables the region of its loss."""
+        event, scalers = trace[index], scalers_at(script, trace[index])
+        opened = region_of_loss(script, trace, index) if len(scalers) == 1 else None
+        if opened is None or any(map(is_amp, (*event.guards, *opened.guards))) or _casts(trace):
+            return None
+        autocasts = opened.regions[-1].autocasts
+        own, others = _switch(scalers[0].node), [_switch(a.node) for a in autocasts]
+        if (
+            own is None
+            or isinstance(own, ast.Constant)
+            or None in others
+            or any(_is_passed_on(script, a) for a in autocasts)
+        ):
+            return None
+        switches = [(node, opened.function) for node in others if node is not None]
+        for name, values in named_values(script.outline, [(own, scalers[0].function), *switches]).items():
+            for value in sorted(values):
+                setting = Setting(script.outline, name, value)
+                if setting.of(own, scalers[0].function) is True and all(setting.of(*s) is False for s in switches):
+                    return self.finding(
+                        script.where(scalers[0].node),
+                        f"when `{name}` is {value!r}, the scaler is enabled and autocast ({script.at(opened.node)}) is not: everything runs in float32",
+                        instead="enable both by the same test",
+                    )
+        return None
+
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+
+
+def _switch(call: ast.Call) -> ast.expr | None:
+    return argument(call, None, "enabled")
+
+
+def _is_passed_on(script: Script, region: Autocast) -> bool:
+    """Whether something else than a region receives its dtype, such as the model or its inputs."""
+    dtype = key_of(region.dtype_node).rsplit(".", 1)[-1] if region.dtype_node is not None else ""
+    calls = [c for name, sites in script.outline.calls.items() if name != "autocast" for c, _ in sites]
+    return bool(dtype) and any(key_of(v).rsplit(".", 1)[-1] == dtype for c in calls for v in arguments_of(c))
 
 
 def _casts(events: Sequence[Event]) -> bool:
@@ -255,10 +287,6 @@ def _is_for_float16(script: Script, scaler: Scaler) -> bool:
 def _computes_float32(autocast: Autocast) -> bool:
     """Whether a region computes in float32: it is disabled, or its dtype is float32."""
     return autocast.enabled == "no" or autocast.dtype in {"float32", "float64"}
-
-
-def _is_of_loop(forward: Event, event: Event) -> bool:
-    return forward.loops == event.loops
 
 
 def _calls_model(script: Script, opened: Event) -> bool:
@@ -328,65 +356,4 @@ def _creates_plain(script: Script, call: ast.expr | None, function: Function, de
     return bool(key) and depth > 0 and _is_created_plain(script, key, function, depth - 1)
 
 
-class WeightsChangedInsideAutocast(ScriptRule):
-    """Weights are changed inside an autocast region that has already cast them."""
-
-    code = "HS135"
-    name = "weights-changed-inside-autocast"
-    severity = "warning"
-    reason = (
-        "Autocast casts each float32 weight that requires a gradient once and keeps the 16-bit copy until the region ends. A "
-        "clamp, copy or other change of the weights inside the region does not reach the copies: the forward passes that follow "
-        "in the region use the old weights."
-    )
-    bad = (_CRITIC.format(clamp="        for p in critic.parameters():\n            p.data.clamp_(-0.01, 0.01)\n"),)
-    good = (_CRITIC.format(clamp=""),)
-    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """An in-place change of a parameter between two calls of its model, in one region."""
-        for name in sorted(_CHANGES & script.outline.calls.keys()):
-            for call, function in script.outline.calls[name]:
-                owner = _parameter_owner(script, call)
-                region = self._region(script, call, function) if owner else None
-                if region is None or not isinstance(call.func, ast.Attribute):
-                    continue
-                uses = [n.lineno for n in ast.walk(region) if isinstance(n, ast.Call) and key_of(n.func) == owner]
-                if any(line < call.lineno for line in uses) and any(line > call.lineno for line in uses):
-                    yield self.finding(
-                        script.where(call),
-                        f"`{name}` changes the weights of `{owner}` inside the autocast region opened at {script.at(region)}: "
-                        "the 16-bit copies that autocast keeps are the old ones",
-                        instead="end the region before the weights change",
-                    )
-
-    @staticmethod
-    def _region(script: Script, call: ast.Call, function: object) -> ast.With | None:
-        """The autocast block around a call, in its function."""
-        node: ast.AST | None = call
-        while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if isinstance(node, ast.With):
-                contexts = [item.context_expr for item in node.items]
-                if any(a.enabled != "no" for c in contexts for a in autocasts_of(script.outline, c, function)):  # type: ignore[arg-type]
-                    return node
-            node = script.outline.parents.get(node)
-        return None
-
-
-def _parameter_owner(script: Script, call: ast.Call) -> str:
-    """The model in `for p in model.parameters(): p.data.clamp_()`, or in `model.weight.data.copy_()`; "" for anything else."""
-    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
-    if not isinstance(receiver, ast.Attribute) or receiver.attr != "data":
-        return ""
-    key = key_of(receiver.value)
-    node = script.outline.parents.get(call)
-    while node is not None:
-        if isinstance(node, ast.For) and key_of(node.target) == key and isinstance(node.iter, ast.Call):
-            func = node.iter.func
-            is_parameters = isinstance(func, ast.Attribute) and func.attr == "parameters"
-            return key_of(func.value) if is_parameters and isinstance(func, ast.Attribute) else ""
-        node = script.outline.parents.get(node)
-    return key.split(".")[0] if key.count(".") == 1 and key.endswith((".weight", ".bias")) else ""
-
-
-RULES: tuple[type[Rule], ...] = (ScalerWithoutAutocast, WeightsChangedInsideAutocast)
+RULES: tuple[type[Rule], ...] = (ScalerWithoutAutocast,)

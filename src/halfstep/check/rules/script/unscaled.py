@@ -10,6 +10,7 @@ from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.absent import is_never_passed_none
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import (
@@ -24,13 +25,13 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.origin import comes_from_call, region_of_loss, regions_in_model
-from halfstep.check.script.flow.scaler_condition import is_always_float16, omitted_float16
+from halfstep.check.script.flow.scaler_condition import is_always_float16, is_other_switch, omitted_float16
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
 from halfstep.check.script.objects.modules import is_on, is_on_by_default
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
-from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, is_misplaced, text_of
+from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -173,17 +174,17 @@ class Fp16WithoutScaler(TraceRule):
     def _switched_by_flag(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler that a flag disables, while the region is always in float16."""
         event = trace[index]
-        flags = {scaler.enabled for scaler in scalers_at(script, event)}
-        flag = flags.pop() if len(flags) == 1 else ""
-        if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
+        scalers = scalers_at(script, event)
+        flag = scalers[0].enabled if len({s.enabled for s in scalers}) == 1 else "no"
+        if flag in {"yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
+        scaler = scalers[0]
         opened = region_of_loss(script, trace, index)
         if opened is None or any(map(is_amp, opened.guards)) or not is_always_float16(script, opened, flag):
             return None
         if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
             return None  # `dtype == "float16"`, where the region shows that it is
-        scaler = scalers_at(script, event)[0]
-        if any(guard.text == flag for guard in (*event.guards, *opened.guards)) or _creation_guards(script, scaler):
+        if any(guard.text == flag for guard in (*event.guards, *opened.guards)) or is_other_switch(script, scaler):
             return None
         return self.finding(
             script.where(scaler.node),
@@ -238,7 +239,7 @@ class Fp16WithoutScaler(TraceRule):
         if not decisive or any(_DEVICE.search(text) or text.startswith("except@") for text in texts):
             return None
         regions = opened.regions[-1].autocasts
-        if _is_chosen_elsewhere(script, opened):
+        if _is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
         if not all(a.enabled == "yes" or _is_wider(a.enabled, g.text) for a in regions for g in decisive):
             return None
@@ -363,11 +364,6 @@ def _is_wider(region: str, scaler: str) -> bool:
     parts = [last_name(part) for part in scaler.split(" and ")]
     inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
     return 0 < len(inside) < len(parts) and not any(_FORMAT.search(part) or _DEVICE.search(part) for part in parts)
-
-
-def _creation_guards(script: Script, scaler: Scaler) -> bool:
-    """Whether a condition decides which scaler is created."""
-    return any(e.guards for e in script.events("make_scaler") if e.node is scaler.node)
 
 
 def _is_left_to_launcher(script: Script, engine: Engine) -> bool:

@@ -11,13 +11,16 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
+from halfstep.check.script.objects.chosen import chooses_format, is_used_instead
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import DTYPES, argument, constant
+from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.shown import is_only_shown
 
 __all__ = ["RULES"]
 
@@ -30,6 +33,9 @@ _PASSED = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
 _FORMAT = regex(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
+_POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")
+# Anything that may compute in 16 bits, here or in what the file sets up.
+_SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
     "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
@@ -52,7 +58,6 @@ model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
 Trainer(model, args=training, train_dataset=data).train()
 """
 
-
 _TRAINER = """\
 import torch
 
@@ -70,7 +75,6 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 """
-
 
 _FABRIC = """\
 from lightning import Fabric
@@ -107,7 +111,13 @@ class UnusedPrecisionOption(ScriptRule):
         _FABRIC.format(test=" if precision is None else precision"),
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
-    words = ("HfArgumentParser", *(f"{mark}--{n}{mark}" for n in ("fp16", "bf16", "mixed_precision") for mark in "'\""))
+    words = (
+        "HfArgumentParser",
+        "self.use_amp",
+        "self.use_mixed_precision",
+        "self.use_fp16",
+        *(f"{mark}--{n}{mark}" for n in ("fp16", "bf16", "mixed_precision") for mark in "'\""),
+    )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
@@ -119,18 +129,23 @@ class UnusedPrecisionOption(ScriptRule):
         yield from self._ignored(script)
         yield from self._unread(script)
         yield from self._still_scaled(script)
+        yield from self._printed(script)
+        yield from self._policies(script)
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         applies_apex = "apex.amp.initialize" in script.outline.library_calls
         if not (script.autocasts or script.scalers or trains or applies_apex):
             return
         options = Options(script)
-        named = ((call, flag, name) for call, flag, name in options.declared)
-        precise = [o for o in named if any(p.search(o[2].lower()) for p in (PRECISION_OPTION, _SCALE, _CHOICE))]
+        precise = [
+            o for o in options.declared if any(p.search(o[2].lower()) for p in (PRECISION_OPTION, _SCALE, _CHOICE))
+        ]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
-        read = {n.attr for n in options.nodes if isinstance(n, ast.Attribute) and not full(n)}
+        named = {name for _, _, name in precise}
+        loads = [n for n in options.nodes if isinstance(n, ast.Attribute) and not full(n) and n.attr in named]
+        read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not is_only_shown(script.outline, n)}
         read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         for call, flag, name in precise:
             if name not in read and argument(call, None, "dest") is None:
@@ -143,10 +158,11 @@ class UnusedPrecisionOption(ScriptRule):
     def _stored(self, script: Script) -> Iterator[Finding]:
         """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
         switches = [(s.function.cls, s.enabled, "the scaler is always enabled") for s in script.scalers]
+        classes = {call: function.cls for call, function in script.outline.calls.get("autocast", ())}
         for region in script.autocasts:
             if not in_no_grad(script, region.node):
                 is_on = region.enabled == "yes" and not conditions_of(script.outline, region.node)
-                cls = _class_around(script, region.node)
+                cls = classes.get(region.node, "")
                 switches.append((cls, "yes" if is_on else "", "autocast is always on"))
         if not switches:
             return
@@ -207,14 +223,18 @@ class UnusedPrecisionOption(ScriptRule):
         read = _read_names(all_nodes(script.tree)) if named else set()
         for key in named:
             name, bindings = key.removeprefix("self."), script.outline.bindings[key]
-            chosen = [b for b in bindings if b.value is not None and b.index is None and _chooses(script, b.value)]
+            chosen = [
+                b
+                for b in bindings
+                if b.value is not None and b.index is None and chooses_format(script.outline, b.value)
+            ]
             if not chosen or len(chosen) != len(bindings) or name in read:
                 continue
             first = chosen[0]
             if name == key and words[name] > len(bindings):
                 continue
             # Another file may read an attribute, unless this one uses the parameter in its place.
-            if name != key and not _used_instead(first.function.node, first.node):
+            if name != key and not is_used_instead(first.function.node, first.node):
                 continue
             yield self.finding(
                 script.where(first.node),
@@ -239,6 +259,39 @@ class UnusedPrecisionOption(ScriptRule):
                         script.where(binding.node),
                         f"`{name}` is read from the settings and used nowhere in `{binding.function.name}`: the run is the same with and without it",
                         instead=f"use {name} for autocast and the scaler, or remove it",
+                    )
+
+    def _printed(self, script: Script) -> Iterator[Finding]:
+        """Precision flags of a class that trains, which only messages depend on, in a file where nothing computes in 16 bits."""
+        outline = script.outline
+        flags = [key for key in outline.bindings if key.startswith("self.") and _FLAG.fullmatch(key[len("self.") :])]
+        if not flags or "backward" not in outline.calls or _SIXTEEN.search(script.source.text):
+            return
+        trained = {function.cls for _, function in outline.calls["backward"]}
+        for key in flags:
+            name, first = key.removeprefix("self."), outline.bindings[key][0]
+            uses = [n for n in all_nodes(script.tree) if isinstance(n, ast.Attribute) and n.attr == name]
+            loads = [n for n in uses if isinstance(n.ctx, ast.Load) and key_of(n) == key]
+            if first.function.cls in trained and loads and all(is_only_shown(outline, n) for n in loads):
+                yield self.finding(
+                    script.where(first.node),
+                    f"`{key}` only decides what is printed: nothing in this file computes in 16 bits, whatever its value",
+                    instead=f"torch.autocast(..., enabled={key}), or remove the flag",
+                )
+
+    def _policies(self, script: Script) -> Iterator[Finding]:
+        """Mixed-precision policies of FSDP that a function assigns to a variable and uses nowhere."""
+        for name in _POLICIES:
+            for call, function in script.outline.calls.get(name, ()):
+                statement = script.outline.parents.get(call)
+                target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+                if not isinstance(target, ast.Name) or isinstance(function.node, ast.Module):
+                    continue
+                if "fsdp" in script.outline.names.full(call.func) and not _loads(function.node, target.id):
+                    yield self.finding(
+                        script.where(call),
+                        f"`{target.id}` is created and passed to nothing: the model keeps its own dtype",
+                        instead=f"pass it to FSDP (mixed_precision={target.id}) or fully_shard (mp_policy={target.id})",
                     )
 
     def _overwritten(self, script: Script) -> Iterator[Finding]:
@@ -323,33 +376,10 @@ class UnusedPrecisionOption(ScriptRule):
                 )
 
 
-def _class_around(script: Script, node: ast.AST) -> str:
-    """The name of the class that a node is in; "" outside of one."""
-    parent = script.outline.parents.get(node)
-    while parent is not None and not isinstance(parent, ast.ClassDef):
-        parent = script.outline.parents.get(parent)
-    return parent.name if isinstance(parent, ast.ClassDef) else ""
-
-
 def _last(node: ast.expr) -> str:
     """The last name of a decorator, with or without arguments."""
     func = node.func if isinstance(node, ast.Call) else node
     return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-
-
-def _chooses(script: Script, value: ast.expr) -> bool:
-    """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`."""
-    if not isinstance(value, (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Call)):
-        return False
-    full = script.outline.names.full
-    return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
-
-
-def _used_instead(function: ast.AST, statement: ast.AST) -> bool:
-    """Whether a function uses, after `self.dtype = dtype or torch.bfloat16`, the parameter and not what was chosen."""
-    params = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)} & {"dtype", "precision", "torch_dtype"}
-    last = getattr(statement, "end_lineno", 0)
-    return any(isinstance(n, ast.Name) and n.id in params and n.lineno > last for n in ast.walk(function))
 
 
 def _names(node: ast.AST, name: str) -> bool:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import Scaler, constant
+from halfstep.check.script.objects.values import Scaler, argument, constant, make_scaler
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["Absent", "absent_scalers"]
+__all__ = ["Absent", "absent_scalers", "is_never_passed_none"]
 
 
 class Absent(NamedTuple):
@@ -48,6 +48,35 @@ def absent_scalers(script: Script) -> Iterator[Absent]:
         for number, trace in enumerate(script.traces):
             if number not in created:
                 yield Absent(scaler, names, known, trace, is_created=False)
+
+
+def is_never_passed_none(script: Script, event: Event) -> bool:
+    """Whether the scaler that an event's conditions test is a parameter, and no call in the file trains with None for it.
+
+    `if scaler is not None and amp` then asks for the mixed precision alone. What other files pass is not known.
+    """
+    function = event.function
+    tested = {part for guard in event.local.guards for part in guard.text.split(" and ")}
+    names = [name for name in function.params if name in tested and "scaler" in name.lower()]
+    return bool(names) and not any(_is_passed_none(script, name, function) for name in names)
+
+
+def _is_passed_none(script: Script, name: str, function: Function) -> bool:
+    outline = script.outline
+    position = function.params.index(name) - (function.method and function.params[0] in {"self", "cls"})
+    for call, caller in outline.calls.get(function.name, ()):
+        passed = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
+        # Evaluation passes no scaler either, and no optimizer.
+        trains = any("optim" in key.lower() or key.rsplit(".", 1)[-1] == "opt" for key in passed)
+        if not trains or outline.call_target(call, caller) is not function:
+            continue
+        value = argument(call, position, name)
+        if value is None or constant(value) is None:
+            return not any(k.arg is None for k in call.keywords)
+        sources = outline.sources(key_of(value), caller) if key_of(value) else [(value, caller)]
+        if any(not isinstance(v, ast.Call) or make_scaler(outline, v, scope) is None for v, scope in sources):
+            return True
+    return False
 
 
 def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:

@@ -363,7 +363,10 @@ def scalers_at(script: Script, event: Event) -> list[Scaler]:
         scaler = make_scaler(script.outline, value, function) if isinstance(value, ast.Call) else None
         if scaler is not None:
             return [scaler]
-    return script.scalers_named(event.scaler)
+    named = script.scalers_named(event.scaler)
+    # A local variable is the one of its function, however many functions have a variable of that name.
+    own = [s for s in named if s.function is function and s.key == event.scaler] if function.parent is not None else []
+    return own or named
 
 
 def switched_off(script: Script, event: Event) -> bool:

@@ -21,6 +21,7 @@ from halfstep.check.script.objects.values import DTYPES, argument, constant, mak
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
 
 __all__ = ["Action", "Recogniser"]
 
@@ -75,6 +76,7 @@ class Recogniser:
             # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
+        self._data_scalers = data_scalers(outline) - self._scalers_by_use
         # Variables that are wrapped, switched to evaluation, or whose parameters are read, are models, whatever their name.
         self._models_by_use = wrapped_variables(outline) | {
             _last(key_of(call.func.value))
@@ -102,6 +104,7 @@ class Recogniser:
             return ""
         variable = (key, function)
         if variable not in self._kinds:
+            self._kinds[variable] = ""  # while it is being determined: variables may be copies of each other
             self._kinds[variable] = self._find_kind(key, function)
         return self._kinds[variable]
 
@@ -114,12 +117,14 @@ class Recogniser:
                     continue
                 other = key_of(option)
                 if option is not value and other and other != key:
-                    kinds.add(self._alias(other, function))  # `scaler if amp else other`
+                    kinds.add(self.kind_of(other, function))  # `scaler if amp else other`
                 else:
                     kinds.add(self._created(option, function))
         bound = [b.value for b in self.outline.lookup(key, function)] if key.isidentifier() else []
         if any(isinstance(v, ast.Call) and key_of(v.func) == "self.optimizers" for v in bound):
             return "optimizer"  # also one of several that Lightning returns
+        if name in self._data_scalers and "scaler" not in kinds:
+            return ""
         kinds.discard("")
         if kinds == {"factory"} and name in self._scalers_by_use and name not in self.outline.calls:
             return "scaler"
@@ -140,14 +145,6 @@ class Recogniser:
             return "scaler" if is_torch else ""
         return ""
 
-    def _alias(self, key: str, function: Function) -> str:
-        """The kind of a variable that another one may be a copy of; "" while it is being determined."""
-        variable = (key, function)
-        if variable not in self._kinds:
-            self._kinds[variable] = ""
-            self._kinds[variable] = self._find_kind(key, function)
-        return self._kinds[variable]
-
     def _created(self, value: ast.expr, function: Function) -> str:
         if not isinstance(value, ast.Call):
             return "" if key_of(value.value if isinstance(value, ast.Subscript) else value) else "other"
@@ -166,7 +163,7 @@ class Recogniser:
         if _OPTIM_CLASS.search(f"{name}.{last}"):
             return "optimizer"
         if "scaler" in last.lower():
-            if "standard" in last.lower() or "minmax" in last.lower():
+            if is_data_scaler(last):
                 return "other"
             if returns_scaler(self.outline, last):
                 return "scaler"

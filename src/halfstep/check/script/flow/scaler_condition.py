@@ -15,7 +15,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Omission", "is_always_float16", "omitted_float16"]
+__all__ = ["Omission", "is_always_float16", "is_other_switch", "omitted_float16"]
 
 _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
@@ -49,7 +49,27 @@ def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
     name = re.compile(rf"\b{re.escape(flag.strip('(').partition(' ')[0].rpartition('.')[2])}\b")
     if any("nullcontext" in ast.unparse(n) and name.search(text_of(n.test)) for n in choices):
         return False
-    return all(a.dtype == "float16" and is_on(a) for a in regions)
+    return all(_is_float16_on_cuda(a) and is_on(a) for a in regions)
+
+
+def is_other_switch(script: Script, scaler: Scaler) -> bool:
+    """Whether something else than the flag of a scaler decides: a condition around it, or the device, without which autocast is off as well."""
+    return any(e.guards for e in script.events("make_scaler") if e.node is scaler.node) or _asks_for_device(
+        script, scaler
+    )
+
+
+def _asks_for_device(script: Script, scaler: Scaler) -> bool:
+    """Whether the flag of a scaler only asks for the device: `use_amp = device == "cuda"`."""
+    values = script.outline.values(scaler.enabled, scaler.function)
+    parts = [p for v in values for p in (v.values if isinstance(v, ast.BoolOp) and isinstance(v.op, ast.And) else [v])]
+    return bool(parts) and all(_DEVICE.search(text_of(part)) for part in parts)
+
+
+def _is_float16_on_cuda(region: Autocast) -> bool:
+    """Whether a region computes in float16 on CUDA: by its dtype, or without one, on a device that may be CUDA."""
+    may_be_cuda = "cuda" in region.devices and region.dtype_node is None
+    return region.dtype == "float16" or (may_be_cuda and "float16" in region.dtypes)
 
 
 def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | None:

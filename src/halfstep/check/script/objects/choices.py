@@ -147,6 +147,20 @@ def field_defaults(outline: Outline, name: str) -> list[ast.expr]:
     return [default for default in defaults if default is not None]
 
 
+def _converted(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
+    """What a field is set to where its class is created from a dictionary: `d["dtype"] = TABLE[d["dtype"]]`, then `cls(**d)`."""
+    fields = [b for b in outline.bindings.get(name, ()) if isinstance(outline.parents.get(b.node), ast.ClassDef)]
+    owners = {parent.name for b in fields if isinstance(parent := outline.parents.get(b.node), ast.ClassDef)}
+    sites = [site for owner in ("cls", *sorted(owners)) for site in outline.calls.get(owner, ())]
+    values: list[tuple[ast.expr, Function]] = []
+    for call, function in sites:
+        spread = [key_of(k.value) for k in call.keywords if k.arg is None]
+        written = [b for key in spread if key for b in outline.bindings.get(f"{key}[{name!r}]", ())]
+        is_own = key_of(call.func) != "cls" or function.cls in owners
+        values += [(b.value, function) for b in written if is_own and b.function is function and b.value is not None]
+    return values
+
+
 def devices_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> Choices:
     """The device types an expression may name, a string or a torch.device, including "?" if part of it is unknown."""
     if node is None or depth == 0:
@@ -179,8 +193,9 @@ def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth
         return looked_up
     choices = _either(outline, node, function, depth, dtypes_of)
     if choices is None and isinstance(node, ast.Attribute):
-        defaults = field_defaults(outline, node.attr)
-        parts = [dtypes_of(outline, value, function, depth - 1) for value in defaults[:MAX_VALUES]]
+        values = [(value, function) for value in field_defaults(outline, node.attr)]
+        values += _converted(outline, node.attr) if values else []
+        parts = [dtypes_of(outline, value, scope, depth - 1) for value, scope in values[:MAX_VALUES]]
         return frozenset().union(_NOTHING, *parts)
     return _NOTHING if choices is None else choices
 

@@ -21,7 +21,15 @@ from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["chosen_when", "condition_text", "dtype_values", "float16_ways", "is_on_gpu"]
+__all__ = [
+    "chooses_format",
+    "chosen_when",
+    "condition_text",
+    "dtype_values",
+    "float16_ways",
+    "is_on_gpu",
+    "is_used_instead",
+]
 
 MAX_DEPTH = 5
 MAX_WAYS = 8
@@ -124,3 +132,18 @@ def _renamed(guard: Guard, names: dict[str, str]) -> Guard:
     """A condition on a parameter as one on what the call passes for it."""
     first, separator, rest = guard.text.partition(" ")
     return Guard(f"{names.get(first, first)}{separator}{rest}", guard.is_true)
+
+
+def chooses_format(outline: Outline, value: ast.expr) -> bool:
+    """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`."""
+    if not isinstance(value, (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Call)):
+        return False
+    full = outline.names.full
+    return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
+
+
+def is_used_instead(function: ast.AST, statement: ast.AST) -> bool:
+    """Whether a function uses, after `self.dtype = dtype or torch.bfloat16`, the parameter and not what was chosen."""
+    params = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)} & {"dtype", "precision", "torch_dtype"}
+    last = getattr(statement, "end_lineno", 0)
+    return any(isinstance(n, ast.Name) and n.id in params and n.lineno > last for n in ast.walk(function))

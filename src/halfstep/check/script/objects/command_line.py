@@ -12,6 +12,7 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain
+from halfstep.check.script.syntax.shown import shows_only
 
 __all__ = ["Options", "dataclass_fields", "stays_here"]
 
@@ -219,7 +220,7 @@ def _is_shown(options: Options, node: ast.AST, depth: int = 6) -> bool:
         last = getattr(parent.func, "attr", getattr(parent.func, "id", ""))
         if last in _SHOWS - {"vars", "copy", "deepcopy"}:
             return True
-        return last in {"sorted", "list", "dict", "copy", "deepcopy", "enumerate"} and _is_shown(
+        return last in {"sorted", "list", "dict", "copy", "deepcopy", "enumerate", "join"} and _is_shown(
             options, parent, depth - 1
         )
     if isinstance(parent, ast.Attribute):
@@ -233,9 +234,10 @@ def _is_shown(options: Options, node: ast.AST, depth: int = 6) -> bool:
         return isinstance(parent.slice, ast.Constant) and isinstance(parent.ctx, ast.Load)
     if isinstance(parent, ast.For):
         calls = [n for s in parent.body for n in ast.walk(s) if isinstance(n, ast.Call)]
-        return all(
-            getattr(c.func, "attr", getattr(c.func, "id", "")) in _SHOWS - {"vars", "init"} for c in calls
-        ) and not any(isinstance(n, ast.Assign | ast.AugAssign) for s in parent.body for n in ast.walk(s))
+        known = _SHOWS - {"vars", "init"}
+        is_shown = all(getattr(c.func, "attr", getattr(c.func, "id", "")) in known for c in calls)
+        stores = any(isinstance(n, ast.Assign | ast.AugAssign) for s in parent.body for n in ast.walk(s))
+        return (is_shown and not stores) or shows_only(parent.body)
     if isinstance(parent, ast.comprehension):
         whole = parents.get(parent)
         return whole is not None and _is_shown(options, whole, depth - 1)

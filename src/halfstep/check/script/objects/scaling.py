@@ -15,8 +15,9 @@ from halfstep.check.script.objects.saving import restores, saves
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
 
-__all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
+__all__ = ["has_scaler", "is_elsewhere", "is_forgotten", "is_out_of_reach", "is_owned"]
 
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
@@ -27,7 +28,6 @@ _HELPERS = regex(
     r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
     r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
 )
-_DATA_SCALER = regex(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 # Names of what may scale a loss; `guidance_scale` and `ax.set_xscale` are none.
 _SCALES = regex(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 # Functions that may scale: `loss_scaler(loss, optimizer)`, `scale_loss(loss)`; not a class, `ShiftScaleRotate` or `ScaledAdam`.
@@ -116,9 +116,9 @@ def has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     names = {s.key.rsplit(".", 1)[-1] for s in script.scalers}
     is_read = any(not name or (script.outline.loads[name] and not _is_only_saved(script, name)) for name in names)
-    if is_read or any("scaler" in n.lower() and not _is_other_scaler(script, n) for n in script.outline.loads):
-        return _acts(script)
-    return False
+    others = data_scalers(script.outline) - names
+    named = [name for name in script.outline.loads if "scaler" in name.lower() and name not in others]
+    return (is_read or any(not _is_other_scaler(script, name) for name in named)) and _acts(script)
 
 
 def _acts(script: Script) -> bool:
@@ -157,11 +157,6 @@ def _is_known(script: Script, call: ast.Call, function: Function, name: str) -> 
     if stores(call) or saves(name) or restores(name) or name in _PLAIN_CALLS:
         return True
     return script.outline.call_target(call, function) is not None
-
-
-def is_data_scaler(name: str) -> bool:
-    """Whether a class scales data: `StandardScaler`."""
-    return bool(_DATA_SCALER.search(name))
 
 
 def _is_other_scaler(script: Script, name: str) -> bool:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ast
+import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import chain
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, last_name_of
 
-__all__ = ["SCALERS", "scaler_class"]
+__all__ = ["SCALERS", "data_scalers", "is_data_scaler", "scaler_class"]
+
+# Classes and functions whose scalers are for data: `StandardScaler()`, `fit_feature_scaler(rows)`.
+_DATA = regex(
+    r"(standard|min_?max|robust|max_?abs|data|feature|target|label|input|output|quantile|fit)_?\w*scaler", re.IGNORECASE
+)
+# What a scaler of data has, and a GradScaler has not.
+_OF_DATA = {"transform", "inverse_transform", "fit", "fit_transform", "partial_fit", "inverse", "mean_", "scale_", "var_", "data_min_", "data_max_"}  # fmt: skip
 
 SCALERS = {
     "torch.amp.GradScaler",
@@ -18,6 +27,38 @@ SCALERS = {
     "torch_xla.amp.GradScaler",
     "halfstep.GradScaler",
 }
+
+
+def is_data_scaler(name: str) -> bool:
+    """Whether a class or a function creates a scaler of data, by its name."""
+    return bool(_DATA.search(name)) and "grad" not in name.lower()
+
+
+def data_scalers(outline: Outline) -> frozenset[str]:
+    """The last names with "scaler" in them that cannot be a GradScaler: one that is indexed, or that transforms data."""
+    names = {name for name in outline.loads if "scaler" in name.lower()}
+    if not names:
+        return frozenset()
+    used: set[str] = set()
+    for node in ast.walk(outline.module.node):
+        if isinstance(node, ast.Attribute) and node.attr in _OF_DATA:
+            used.add(last_name_of(node.value))
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            # `scaler["generator"].step(optimizer)` is one of several scalers.
+            is_entry = isinstance(node.slice, ast.Constant)
+            used |= {last_name_of(node.value)} if is_entry and not _has_attribute(outline, node) else set()
+    return frozenset(name for name in names & used if not _is_created(outline, name))
+
+
+def _has_attribute(outline: Outline, node: ast.AST) -> bool:
+    return isinstance(outline.parents.get(node), ast.Attribute)
+
+
+def _is_created(outline: Outline, name: str) -> bool:
+    """Whether a variable or an attribute of this name is a new GradScaler somewhere in the file."""
+    bound = [*outline.bindings.get(name, ()), *outline.bindings.get(f"self.{name}", ())]
+    parts = (part for b in bound if b.value is not None for part in ast.walk(b.value) if isinstance(part, ast.Call))
+    return any(last_name_of(call.func).endswith("GradScaler") for call in parts)
 
 
 def scaler_class(outline: Outline, func: ast.expr, function: Function) -> str:

@@ -1,0 +1,107 @@
+"""What an expression is for one value of a setting: `torch.bfloat16 if cfg.precision == "bf16" else torch.float16` for "no".
+
+Two switches often come from one setting by different tests, and agree for the values that their author thought of. The
+values that the tests name are few, so each is tried: a value for which one switch is on and the other is off is a case
+that a run can have.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Setting", "named_values"]
+
+MAX_DEPTH = 6
+_SAME = {"torch.half": "torch.float16", "torch.float": "torch.float32"}
+_TEXT = {"lower", "strip", "upper"}
+Scoped = tuple[ast.expr, Function]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a setting; `name` is the last name of the variable, attribute or entry that has it."""
+
+    outline: Outline
+    name: str
+    value: str
+
+    def of(self, node: ast.expr | None, function: Function, depth: int = MAX_DEPTH) -> object:
+        """The constant or dtype that an expression then is; `...` if that is not known."""
+        if node is None or depth == 0:
+            return ...
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            value = self.of(node.operand, function, depth - 1)
+            return ... if value is ... else not value
+        if isinstance(node, ast.BoolOp):
+            return self._joined(node, function, depth)
+        if isinstance(node, ast.IfExp):
+            test = self.of(node.test, function, depth - 1)
+            return ... if test is ... else self.of(node.body if test else node.orelse, function, depth - 1)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return self._compared(node, function, depth)
+        full = self.outline.names.full(node)
+        if full.startswith("torch."):
+            return ... if isinstance(node, ast.Call) else _SAME.get(full, full)
+        source = _source(self.outline, node, function)
+        if source is not None:
+            return self.of(*source, depth - 1)
+        return self.value if _last(node) == self.name else ...
+
+    def _joined(self, node: ast.BoolOp, function: Function, depth: int) -> object:
+        values = [self.of(part, function, depth - 1) for part in node.values]
+        is_and = isinstance(node.op, ast.And)
+        decided = [v for v in values if v is not ... and bool(v) is not is_and]
+        return not is_and if decided else ... if ... in values else is_and
+
+    def _compared(self, node: ast.Compare, function: Function, depth: int) -> object:
+        op, other = node.ops[0], node.comparators[0]
+        left = self.of(node.left, function, depth - 1)
+        if isinstance(op, (ast.In, ast.NotIn)) and isinstance(other, (ast.Tuple, ast.List, ast.Set)):
+            options = [self.of(part, function, depth - 1) for part in other.elts]
+            is_known = left is not ... and ... not in options
+            return (left in options) is isinstance(op, ast.In) if is_known else ...
+        right = self.of(other, function, depth - 1)
+        if left is ... or right is ... or not isinstance(op, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
+            return ...
+        return (left == right) is isinstance(op, (ast.Eq, ast.Is))
+
+
+def named_values(outline: Outline, expressions: list[Scoped], depth: int = MAX_DEPTH) -> dict[str, set[str]]:
+    """The settings that expressions compare with strings, by last name, each with these strings."""
+    values: dict[str, set[str]] = {}
+    pending = [(node, function, depth) for node, function in expressions]
+    while pending:
+        node, function, left = pending.pop()
+        for part in ast.walk(node):
+            if isinstance(part, ast.Compare):
+                strings = {c.value for c in ast.walk(part) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+                if strings and _last(part.left):
+                    values.setdefault(_last(part.left), set()).update(strings)
+            source = _source(outline, part, function) if isinstance(part, (ast.Name, ast.Attribute)) else None
+            if source is not None and left:
+                pending.append((*source, left - 1))
+    return values
+
+
+def _source(outline: Outline, node: ast.expr, function: Function) -> Scoped | None:
+    """The one expression that the file assigns to a variable or attribute."""
+    key = key_of(node)
+    sources = outline.sources(key, function) if key and key not in function.params else []
+    return sources[0] if len(sources) == 1 and sources[0][0] is not node else None
+
+
+def _last(node: ast.expr) -> str:
+    """The last name of a setting: `precision` of `cfg.train.precision`, `cfg["precision"]` and `args.precision.lower()`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TEXT:
+        node = node.func.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        return str(node.args[0].value) if isinstance(node.args[0], ast.Constant) else ""
+    if isinstance(node, ast.Subscript):
+        return str(node.slice.value) if isinstance(node.slice, ast.Constant) else ""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,57 @@
+"""Settings that a script only prints: a flag that nothing but a message depends on has no effect on the run."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Outline, last_name_of
+
+__all__ = ["SHOWS", "is_only_shown", "shows_only"]
+
+# Functions that print, log or describe what they receive.
+SHOWS = frozenset({
+    "print", "pprint", "info", "debug", "warning", "warn", "error", "log", "write", "add_text", "rule", "secho", "echo", "rank_zero_info",
+    "print_rank_0", "print_rank0", "print0", "log_info", "log_message",
+})  # fmt: skip
+_PASSES_ON = (ast.keyword, ast.FormattedValue, ast.JoinedStr, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp)
+_TEXT = {"str", "repr", "format", "bool", "upper", "lower", "join"}
+
+
+def is_only_shown(outline: Outline, node: ast.expr) -> bool:
+    """Whether a value is part of a message, or decides which message is printed."""
+    key, part = key_of(node), outline.parents.get(node)
+    child: ast.AST = node
+    while part is not None and not isinstance(part, ast.stmt):
+        if isinstance(part, ast.Call):
+            name = last_name_of(part.func)
+            if name in SHOWS and child is not part.func:
+                return True
+            if name not in _TEXT:
+                return False
+        elif isinstance(part, ast.Attribute):
+            if part.attr not in _TEXT:
+                return False
+        elif not isinstance(part, _PASSES_ON) and not isinstance(part, ast.IfExp):
+            return False
+        child, part = part, outline.parents.get(part)
+    if not isinstance(part, ast.If) or part.test is not child:
+        return False
+    return shows_only([*part.body, *part.orelse], key)
+
+
+def shows_only(body: list[ast.stmt], flag: str = "") -> bool:
+    """Whether statements only print, or set the flag itself to a constant."""
+    return all(_shows(statement, flag) for statement in body)
+
+
+def _shows(statement: ast.stmt, flag: str) -> bool:
+    if isinstance(statement, ast.If):
+        return shows_only([*statement.body, *statement.orelse], flag)
+    if isinstance(statement, ast.Assign):
+        is_constant = isinstance(statement.value, ast.Constant)
+        return bool(flag) and is_constant and [key_of(target) for target in statement.targets] == [flag]
+    if isinstance(statement, ast.Expr):
+        value = statement.value
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and last_name_of(value.func) in SHOWS)
+    return isinstance(statement, (ast.Pass, ast.Continue))
