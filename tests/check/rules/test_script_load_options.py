@@ -62,6 +62,14 @@ def test_a_load_without_a_dtype_is_advice_where_bf16_may_be_set(flag, load):
     assert finding.severity == "advice"
 
 
+@pytest.mark.parametrize(("flag", "expected"), [("True", ["HS152"]), ("opt.bf16", [])])
+def test_an_encoder_decoder_model_needs_bf16_in_every_run(flag, expected):
+    """Most checkpoints of T5 and Whisper are float32."""
+    text = HEAD.replace("AutoModelForCausalLM", "WhisperForConditionalGeneration")
+    text += "model = WhisperForConditionalGeneration.from_pretrained(opt.name)\n"
+    assert codes(text + TRAIN.format(flags=f", bf16={flag}"), "HS152") == expected
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [

@@ -312,7 +312,8 @@ class CheckpointDtypeTrained(ScriptRule):
             if stored is False or (stored is None and not is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
-            asks_bf16 = tie.is_trainer and _may_be_set(script, tie, "bf16")
+            is_older = "ForConditionalGeneration" in text_of(cast.node.func)  # T5, BART, Whisper: mostly float32
+            asks_bf16 = _may_be_set(script, tie, "bf16", always=is_older)
             if stored is None and cast.form == "checkpoint" and not asks_bf16:
                 continue
             before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
@@ -327,10 +328,10 @@ class CheckpointDtypeTrained(ScriptRule):
             )
 
 
-def _may_be_set(script: Script, tie: Trained, name: str) -> bool:
-    """Whether a Trainer's flag is True, or an expression that may be."""
+def _may_be_set(script: Script, tie: Trained, name: str, *, always: bool = False) -> bool:
+    """Whether a Trainer's flag is True, or unless `always` an expression that may be."""
     value = keyword_of(script.outline, tie.arguments, tie.function, name) if tie.arguments is not None else None
-    return value is not None and constant(value) not in {False, None}
+    return constant(value) is True or (value is not None and not always and constant(value) not in {False, None})
 
 
 def _scales_gradients(script: Script, tie: Trained) -> bool:
