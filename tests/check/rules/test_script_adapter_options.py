@@ -240,3 +240,29 @@ def test_a_model_next_to_the_one_with_adapters_is_trained_in_full(attached, expe
     load = "head = Head().to(torch.bfloat16)\n    model = AutoModelForCausalLM.from_pretrained(args.name)"
     adapters = f"{attached} = get_peft_model({attached}, config)"
     assert loop(load=load, adapters=adapters, params="head.parameters()") == expected
+
+
+ATTACHING = HEAD + "def {name}(model):\n    return get_peft_model(model, LoraConfig())\n\n\n" + LOAD
+
+
+@pytest.mark.parametrize("name", ["setup_dora", "add_adapters", "prepare", "apply_lora"])
+def test_the_calls_of_a_function_decide_whether_its_adapters_are_attached(name):
+    """A function that attaches adapters runs always, or only where an option asks for it, whatever its name is."""
+    script = ATTACHING.format(name=name) + "{call}" + TRAIN.format(flags=", bf16=True")
+    always = f"model = {name}(model)\n"
+    assert codes(script.format(call=always), "HS277") == []
+    assert codes(script.format(call=f"if opt.use_lora:\n    {always}"), "HS277") == ["HS277"]
+    assert codes(script.format(call=f"if opt.resume:\n    {always}"), "HS277") == []
+
+
+@pytest.mark.parametrize(("test", "expected"), [("", []), ("if self.config.dora:\n            ", ["HS151"])])
+def test_a_method_attaches_adapters_where_another_method_calls_it(test, expected):
+    """The setup methods of a class run one after the other."""
+    script = (
+        "import torch\nfrom peft import LoraConfig, get_peft_model\nclass Runner:\n    def load(self):\n"
+        "        self.model = build().to(torch.bfloat16)\n    def setup_dora(self):\n"
+        "        self.model = get_peft_model(self.model, LoraConfig(use_dora=True))\n    def train(self):\n        self.load()\n"
+        f"        {test}self.setup_dora()\n        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)\n"
+        "        for x in loader:\n            self.model(x).backward()\n            optimizer.step()\n"
+    )
+    assert codes(script, "HS151") == expected

@@ -44,3 +44,38 @@ def test_averages_of_16_bit_weights_are_reported(text):
 def test_float32_averages_and_other_updates_are_silent(text):
     """Averages in float32, plain sums, and a model that is cast after it was copied."""
     assert codes(HEAD + text) == []
+
+
+SHADOW = """\
+class EMA:
+    def __init__(self, model, decay{annotation} = 0.9999):
+        self.decay = decay
+        self.shadow = {{k: {copy} for k, v in model.state_dict().items(){only}}}
+
+    def update(self, model):
+        for k, v in model.state_dict().items():
+            self.shadow[k].lerp_({value}, 1 - self.decay)
+
+
+model = Net().bfloat16()
+ema = EMA(model)
+"""
+
+
+@pytest.mark.parametrize("annotation", ["", ": float"])
+@pytest.mark.parametrize("only", ["", " if v.is_floating_point()", " if v.dtype.is_floating_point"])
+@pytest.mark.parametrize("value", ["v", "v.to(self.shadow[k].dtype)", "v.to(dtype=self.shadow[k].dtype)"])
+def test_a_class_that_only_reads_the_dtype_of_its_copies_is_reported(annotation, only, value):
+    """An annotation, a test and a cast to the dtype of the average leave the average in 16 bits."""
+    text = HEAD + SHADOW.format(annotation=annotation, only=only, value=value, copy="v.clone()")
+    assert [code.partition(":")[0] for code in codes(text)] == ["HS153"]
+
+
+@pytest.mark.parametrize(
+    "copy",
+    ["v.clone().float()", "v.clone().to(torch.float32)", "v.detach().clone().to(dtype=dtype)", "v.clone().double()"],
+)
+def test_a_class_that_chooses_the_dtype_of_its_copies_is_silent(copy):
+    """float32 copies, also in a dtype that a caller chooses."""
+    text = HEAD + SHADOW.format(annotation=": float", only="", value="v.to(self.shadow[k].dtype)", copy=copy)
+    assert codes(text) == []

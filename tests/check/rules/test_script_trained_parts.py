@@ -279,3 +279,94 @@ SentenceTransformerTrainer(model=model, args=args, train_dataset=data).train()
 def test_options_with_which_a_class_loads_its_model(dtype, found):
     """`model_kwargs` are passed to `from_pretrained`."""
     assert [f.line for f in findings(EMBEDDER.format(dtype=dtype), "HS277")] == found
+
+
+AUDIO = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def unfreeze_audio(model):
+    {setup}
+    for p in model.parameters():
+        p.requires_grad = False
+    for part in {parts}:
+        for p in part.parameters():
+            p.requires_grad = {value}{more}
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+unfreeze_audio(model)
+args = TrainingArguments("out", bf16=True{flags})
+Trainer(model=model, args=args).train()
+"""
+
+
+def audio_model(setup="pass", parts="[model.audio]", value="True", more="", flags=""):
+    return AUDIO.format(setup=setup, parts=parts, value=value, more=more, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("setup", "parts"),
+    [
+        ("pass", "[model.audio.encoder, model.audio.projector]"),
+        ("audio = model.model.audio\n    encoder = audio.encoder", "(audio, encoder)"),
+        ("pass", "model.audio.layers[-2:]"),
+        ("audio = model.audio", "audio.layers"),
+    ],
+)
+def test_a_function_that_trains_parts_again_leaves_them_in_16_bits(setup, parts):
+    """A list of parts, and variables for them, name layers of the loaded model."""
+    assert [f.code for f in findings(audio_model(setup, parts), "HS277")] == ["HS277"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        audio_model(value="False"),
+        audio_model(more="\n            p.data = p.data.float()"),
+        audio_model("model.adapter = torch.nn.Linear(8, 8)", "[model.adapter]"),
+        audio_model("other = build()", "[other.head]"),
+    ],
+)
+def test_a_function_that_freezes_all_or_casts_what_it_trains_is_silent(text):
+    """Nothing of the loaded model is trained in 16 bits."""
+    assert findings(text, "HS277") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (", fsdp='', fsdp_config={}", ["HS277"]),
+        (", fsdp=[], deepspeed=None", ["HS277"]),
+        (", fsdp='full_shard', fsdp_config={}", []),
+        (", fsdp_config={'min_num_params': 1}", []),
+    ],
+)
+def test_empty_settings_of_fsdp_shard_nothing(flags, expected):
+    """`fsdp=""` and `fsdp_config={}` are the defaults."""
+    assert [f.code for f in findings(audio_model(flags=flags), "HS277")] == expected
+
+
+BRANCH = """\
+import torch
+from diffusers import UNet2DConditionModel
+from layers import inject_layers
+unet = UNet2DConditionModel.from_pretrained(name, torch_dtype=torch.bfloat16)
+if opt.{option}:
+    unet = inject_layers(unet, opt)
+{otherwise}
+    for name, p in unet.named_parameters():
+        p.requires_grad = True
+        if any(word in name for word in opt.excluded):
+            p.requires_grad = False
+optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad], lr=1e-5)
+for x, y in loader:
+    loss_fn(unet(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "otherwise", "expected"),
+    [("use_lora", "else:", ["HS151"]), ("resume", "else:", ["HS151"]), ("resume", "if True:", [])],
+)
+def test_layers_of_the_other_branch_are_not_those_that_a_loop_chooses(option, otherwise, expected):
+    """Without the injected layers, the loop trains the loaded ones."""
+    assert [f.code for f in findings(BRANCH.format(option=option, otherwise=otherwise), "HS151")] == expected

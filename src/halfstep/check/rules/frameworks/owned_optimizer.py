@@ -337,12 +337,12 @@ def _chosen_alike(script: Script, cast: Cast) -> tuple[str, str] | None:
     plugins = [argument(call, None, name) for name in ("deepspeed_plugin", "fsdp_plugin")]
     if any(p is not None and not may_be_none(script.outline, p, function) for p in plugins) or precision is None:
         return None
-    scaled = {frozenset(way) for way in chosen_when(script.outline, precision, function, "fp16") if way}
-    for way in float16_ways(script.outline, cast):
-        if frozenset(way) in scaled:
-            unless = "without a plugin, " if any(plugins) else ""
-            return f"{condition_text(way)}{unless}", f"`{engines[0].key}`"
-    return None
+    scaled = chosen_when(script.outline, precision, function, "fp16")
+    pairs = [(way, other) for way in float16_ways(script.outline, cast) for other in scaled if way and other]
+    # One option decides both; another one may be needed in addition.
+    shared = [(*way, *other) for way, other in pairs if {*way} <= {*other} or {*other} <= {*way}]
+    unless = "without a plugin, " if any(plugins) else ""
+    return (f"{condition_text(shared[0])}{unless}", f"`{engines[0].key}`") if shared else None
 
 
 def _chosen_by_engine(script: Script, cast: Cast) -> tuple[str, str] | None:

@@ -36,6 +36,9 @@ _CLASSES = {
     "timm.utils.model_ema.ModelEma", "timm.utils.model_ema.ModelEmaV2", "timm.utils.model_ema.ModelEmaV3",
     "diffusers.training_utils.EMAModel", "diffusers.EMAModel", "torch_ema.ExponentialMovingAverage", "ema_pytorch.EMA",
 }  # fmt: skip
+# What makes the copies float32, or may; `v.to(average.dtype)` and a test of the dtype change nothing.
+_CHOICE = regex(r"\.float\(|\bfloat(32|64)\b|torch\.float\b|double|dtype")
+_OWN_DTYPE = regex(r"\.(to|type)\((dtype=)?[\w.\[\]]+\.dtype\)|\.dtype\.is_floating_point|\w+\.dtype (in|==|!=|is) ")
 _EMA_CLASS = regex(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
 
 
@@ -121,7 +124,7 @@ def _chooses_dtype(script: Script, name: str) -> bool:
     """Whether a class of this file mentions float32 or a dtype, or does not copy weights."""
     methods = script.outline.classes[name].values()
     text = " ".join(ast.unparse(m.node) for m in methods if not isinstance(m.node, ast.Module))
-    return "float" in text or "dtype" in text or not re.search(r"deepcopy|clone\(", text)
+    return bool(_CHOICE.search(_OWN_DTYPE.sub("", text))) or not re.search(r"deepcopy|clone\(", text)
 
 
 def _is_cast_up(script: Script, call: ast.Call) -> bool:

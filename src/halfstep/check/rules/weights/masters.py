@@ -69,11 +69,8 @@ def is_exercise(script: Script) -> bool:
 def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     """The condition under which a cast happens and its model is trained, as the beginning of a message."""
     conditions = conditions_of(script.outline, cast.node)
-    option = (
-        keyword_of(script.outline, cast.node, cast.function, "dtype", "torch_dtype") if cast.form == "load" else None
-    )
-    if option is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
-        conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, option))))
+    if cast.dtype is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
+        conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, cast.dtype))))
     conditions = tuple(guard for guard in conditions if not guard.text.startswith("__name__"))
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
@@ -114,6 +111,7 @@ def subject(cast: Cast) -> str:
 def anchor(script: Script, cast: Cast) -> ast.AST:
     """Where to report a cast: the call, the dtype in it if that stands far below, or where the only caller chooses it."""
     dtype = next(dtype_values(cast), None)
+    dtype = dtype if dtype is not cast.dtype or any(k.value is dtype for k in cast.node.keywords) else None
     if dtype is not None and cast.form == "load" and (name := key_of(dtype)) in cast.function.params:
         passed = list(passed_for(script.outline, name, cast.function))
         if len(passed) == 1 and default_of(cast.function, name) is None:
@@ -232,7 +230,10 @@ class WeightsWithoutMaster(ScriptRule):
             if is_hook and is_for_engine:
                 continue  # a hook of Lightning: large models are loaded in it, which DeepSpeed or FSDP shards
             launched |= is_hook  # the Trainer of another file chooses the strategy
-            if launched and tie.is_assumed and "deepspeed" in script.source.text.lower():
+            choices = [c for c in choices_of(script, cast) if formats_of(script.outline, c, cast.function) & cast.low]
+            guards = [guard for choice in choices for guard in conditions_of(script.outline, choice)]
+            is_beside = any("deepspeed" in text and not is_true for text, is_true in guards)
+            if launched and tie.is_assumed and "deepspeed" in script.source.text.lower() and not is_beside:
                 continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
             restored = restoring_loop(tie.lineage)
@@ -311,7 +312,8 @@ class CheckpointDtypeTrained(ScriptRule):
             if stored is False or (stored is None and not is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
-            asks_bf16 = tie.is_trainer and _flag(script, tie, "bf16") is True
+            is_older = "ForConditionalGeneration" in text_of(cast.node.func)  # T5, BART, Whisper: mostly float32
+            asks_bf16 = _may_be_set(script, tie, "bf16", always=is_older)
             if stored is None and cast.form == "checkpoint" and not asks_bf16:
                 continue
             before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
@@ -326,18 +328,17 @@ class CheckpointDtypeTrained(ScriptRule):
             )
 
 
-def _flag(script: Script, tie: Trained, name: str) -> object:
-    assert tie.arguments is not None
-    return constant(keyword_of(script.outline, tie.arguments, tie.function, name))
+def _may_be_set(script: Script, tie: Trained, name: str, *, always: bool = False) -> bool:
+    """Whether a Trainer's flag is True, or unless `always` an expression that may be."""
+    value = keyword_of(script.outline, tie.arguments, tie.function, name) if tie.arguments is not None else None
+    return constant(value) is True or (value is not None and not always and constant(value) not in {False, None})
 
 
 def _scales_gradients(script: Script, tie: Trained) -> bool:
     """Whether fp16=True, or an expression that may be true: then HS166 decides."""
-    assert tie.arguments is not None
-    value = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
     if tie.is_parsed and tie.cast.formats != {"float16"}:
         return True  # the option that chooses float16 weights is most likely --fp16
-    return value is not None and constant(value) not in {False, None}
+    return _may_be_set(script, tie, "fp16")
 
 
 class Bf16WeightsTrained(ScriptRule):

@@ -120,7 +120,9 @@ def adapter_use(outline: Outline) -> str:
     ]
     guards = [conditions_of(outline, call) for call, _ in sites]
     conditional = [
-        asks_for_adapters(_decisive(own, guards)) or _in_helper(function) or _may_return_early(outline, call, function)
+        asks_for_adapters(_decisive(own, guards))
+        or _on_request(outline, function)
+        or _may_return_early(outline, call, function)
         for own, (call, function) in zip(guards, sites, strict=True)
     ]
     conditional += [
@@ -323,9 +325,27 @@ def _may_return_early(outline: Outline, call: ast.Call, function: Function) -> b
     return False
 
 
-def _in_helper(function: Function) -> bool:
-    """Whether a function's own name is about adapters: the conditions of its calls decide."""
-    return bool(ADAPTER_FLAG.search(function.name))
+def _on_request(outline: Outline, function: Function) -> bool:
+    """Whether a function that attaches adapters runs only where an option asks for it: every call of it in this file is conditional.
+
+    Without such a call, its own name decides: another file may call `attach_lora` or not.
+    """
+    asked = _is_requested(outline, function, 3)
+    return bool(ADAPTER_FLAG.search(function.name)) if asked is None else asked
+
+
+def _is_requested(outline: Outline, function: Function, depth: int) -> bool | None:
+    """Whether every call of a function, or of one around it, asks for adapters; None if this file has no call of it."""
+    sites = [s for s in outline.calls.get(function.name, ()) if outline.call_target(s.call, s.function) is function]
+    if function is outline.module or not sites:
+        return None
+    return all(
+        asks_for_adapters(conditions_of(outline, call))
+        or _may_return_early(outline, call, caller)
+        or (depth > 0 and _is_requested(outline, caller, depth - 1))
+        for call, caller in sites
+        if caller is not function
+    )
 
 
 def _targets(outline: Outline, node: ast.AST) -> tuple[str, ...]:

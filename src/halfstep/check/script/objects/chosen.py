@@ -52,7 +52,8 @@ def float16_ways(outline: Outline, cast: Cast) -> list[Guards]:
 
 def dtype_values(cast: Cast) -> Iterator[ast.expr]:
     """The arguments of a cast or a load that name its dtype."""
-    yield from (k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"})
+    named = [k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"}]
+    yield from named or ([cast.dtype] if cast.dtype is not None else [])
     yield from (cast.node.args if cast.form == "cast" else ())
 
 
@@ -92,7 +93,12 @@ def _ways(outline: Outline, node: ast.expr, function: Function, name: str, depth
     elif isinstance(node, ast.Call):
         yield from _results(outline, node, function, name, depth)
     elif key := key_of(node):
-        for value, scope in assigned(outline, key, function):
+        values = list(assigned(outline, key, function))
+        if (
+            not values and name not in DTYPES.values()
+        ):  # an option that is passed on: `mixed_precision=args.mixed_precision`
+            yield (Guard(f"{key} == {name!r}", True),)
+        for value, scope in values:
             guards = conditions_of(outline, value) if not isinstance(outline.parents.get(value), ast.IfExp) else ()
             yield from ((*guards, *rest) for rest in _ways(outline, value, scope, name, depth - 1))
 
@@ -123,6 +129,7 @@ def _results(outline: Outline, call: ast.Call, function: Function, name: str, de
                 yield () if len(strings) == 1 else (Guard(f"{text_of(call.args[1])} == {string!r}", True),)
     elif (target := outline.call_target(call, function)) is not None and target.name != "__init__":
         names = dict(zip(target.params, map(text_of, call.args), strict=False))
+        names |= {k.arg: text_of(k.value) for k in call.keywords if k.arg}
         for value in returned_by(target):
             guards = tuple(_renamed(guard, names) for guard in conditions_of(outline, value))
             yield from ((*guards, *rest) for rest in _ways(outline, value, target, name, depth - 1))

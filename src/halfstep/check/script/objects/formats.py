@@ -30,7 +30,9 @@ __all__ = [
     "casts_in",
     "entries_named",
     "formats_of",
+    "is_written",
     "keyword_of",
+    "keywords_of",
     "may_be_none",
     "passed_for",
     "returned_by",
@@ -260,6 +262,28 @@ def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str
                 if value is not None:
                     return value
     return None
+
+
+def keywords_of(outline: Outline, call: ast.Call, function: Function, *names: str) -> list[ast.expr]:
+    """Every value of a keyword argument: `**options` may have one per branch, `if a: options["dtype"] = ...`, `elif b: ...`."""
+    first = keyword_of(outline, call, function, *names)
+    if first is None or any(keyword.value is first for keyword in call.keywords):
+        return [first] if first is not None else []
+    keys = [key_of(keyword.value) for keyword in call.keywords if keyword.arg is None]
+    entries = [f"{key}[{name!r}]" for key in keys if key for name in names]
+    bound = [b.value for entry in entries for b in outline.bindings.get(entry, ()) if b.function is function]
+    return list(dict.fromkeys((first, *(value for value in bound if value is not None))))
+
+
+def is_written(outline: Outline, options: ast.expr, function: Function) -> bool:
+    """Whether the text shows every key of `**options`: one dictionary of this function, and what is added to it by name."""
+    key = key_of(options)
+    bound = [b for b in outline.lookup(key, function) if b.function is function] if key else []
+    value = bound[0].value if len(bound) == 1 and key not in function.params else None if key else options
+    is_literal = isinstance(value, ast.Dict) and None not in value.keys
+    is_literal |= isinstance(value, ast.Call) and key_of(value.func) == "dict" and all(k.arg for k in value.keywords)
+    added = _added_options(outline, key, function) if key else ()
+    return is_literal and all(isinstance(part, ast.Dict) and None not in part.keys for part in added)
 
 
 def _added_options(outline: Outline, key: str, function: Function) -> Iterator[ast.expr]:

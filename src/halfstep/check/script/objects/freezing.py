@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
@@ -75,7 +77,10 @@ def keeps_low(lineage: Lineage, function: Function) -> bool:
     text = " ".join(ast.unparse(statement) for statement in function.body)
     if not _CHANGES.search(text):
         return True
-    return bool(_CHOOSES.search(text)) and not _LIFTS.search(text) and not _has_new_layers(lineage)
+    parts = tuple(part for part in enabled_parts(lineage.outline) if part[1] is function)
+    received = {part for part, _ in parts if "." in part and part.partition(".")[0] in function.params}
+    chooses = bool(_CHOOSES.search(text) or received) or trains_part_of(lineage, parts)
+    return chooses and not _LIFTS.search(text) and not _has_new_layers(lineage)
 
 
 def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
@@ -87,12 +92,12 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     if (
         iterated
         and not any(lineage.has(key_of(owner), function) for owner in iterated)
-        and not _has_new_layers(lineage)
+        and not _has_new_layers(lineage, loop)
     ):
         return False  # a part of the model: the rest is trained
-    if restored_layers(loop) and not _has_new_layers(lineage):
+    if restored_layers(loop) and not _has_new_layers(lineage, loop):
         return False  # the other layers are trained in 16 bits
-    if _freezes_named(loop) and not _has_new_layers(lineage):
+    if _freezes_named(loop) and not _has_new_layers(lineage, loop):
         return False  # the layers of other names are trained
     # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
     # layers have 16 bits too.
@@ -100,7 +105,7 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
     chooses |= "requires_grad_(True)" in text or bool(_CHOOSES.search(text))
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
-    whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage)
+    whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage, loop)
     return not chooses or not (later or whole)
 
 
@@ -179,17 +184,31 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
             continue
         target = statement.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
-            parts.append((_iterated(outline, call.func.value, loop), function))
+            parts += [(text, function) for text in _iterated(outline, call.func.value, loop, function)]
     return (*parts, *_enabled_by_name(outline))
 
 
-def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None) -> str:
+def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None, function: Function) -> list[str]:
     """The layers of `for layer in model.layers[-2:]:` around a loop over the parameters of each; else the owner itself."""
     outer = outline.parents.get(loop) if loop is not None else None
     if isinstance(outer, ast.For) and isinstance(owner, ast.Name) and key_of(outer.target) == owner.id:
         source = outer.iter.value if isinstance(outer.iter, ast.Subscript) else outer.iter
-        return key_of(source) or owner.id
-    return text_of(owner)
+        if isinstance(source, (ast.List, ast.Tuple)):  # `for part in [encoder, projection]:`
+            return [_full_path(outline, text_of(part), function) for part in source.elts]
+        return [_full_path(outline, key_of(source) or owner.id, function)]
+    return [_full_path(outline, text_of(owner), function)]
+
+
+def _full_path(outline: Outline, text: str, function: Function) -> str:
+    """A part as a path from its model: `model.vision.encoder` for `encoder`, after `encoder = model.vision.encoder`."""
+    for _ in range(4):
+        first, separator, rest = text.partition(".")
+        values = [b.value for b in outline.bindings.get(first, ()) if b.function is function and b.index is None]
+        path = key_of(values[0]) if len(values) == 1 and isinstance(values[0], ast.Attribute) else ""
+        if not path or path.partition(".")[0] in {"self", first}:
+            break
+        text = f"{path}{separator}{rest}"
+    return text
 
 
 def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:
@@ -253,8 +272,11 @@ def may_be_frozen(lineage: Lineage) -> bool:
     return any(lineage.has(key_of(a), function) for call, function in foreign for a in call.args)
 
 
-def _has_new_layers(lineage: Lineage) -> bool:
-    """Whether a layer of the model is assigned: `model.head = nn.Linear(...)` is created in float32."""
+def _has_new_layers(lineage: Lineage, where: ast.AST | None = None) -> bool:
+    """Whether a layer of the model is assigned: `model.head = nn.Linear(...)` is created in float32.
+
+    A call in a branch that excludes `where`, `if args.lora: model = inject_layers(model)`, attaches none there.
+    """
     outline = lineage.outline
     for key, _ in lineage.places:
         for name, bindings in outline.bindings.items():
@@ -271,8 +293,11 @@ def _has_new_layers(lineage: Lineage) -> bool:
         return True  # `setattr(model, "is_parallelizable", True)` is no layer
     # `model.initialize_vision_modules(args)`, `attach_head(model)`: layers that another file creates
     sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]
+    here = conditions_of(outline, where) if where is not None else ()
     for call, function in sites:
         target = outline.call_target(call, function)
+        if not possible(conditions_of(outline, call), here):
+            continue
         if target is not None and not _CREATES.search(ast.unparse(target.node)):
             continue  # `add_position_ids(batch, model)` of this file
         owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""

@@ -150,10 +150,18 @@ def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> boo
     for name in ("deepspeed", "fsdp", "fsdp_config", "optim_target_modules"):
         value = keyword_of(outline, arguments, function, name)
         optional = _is_off_by_default(outline, value, function) or isinstance(value, ast.IfExp)
-        if value is not None and constant(value) not in {None, "", False} and not optional:
+        if value is not None and not _is_empty(value) and not optional:
             return True
     optim = constant(keyword_of(outline, arguments, function, "optim"))
     return isinstance(optim, str) and bool(_COMPENSATES.search(optim))
+
+
+def _is_empty(value: ast.expr) -> bool:
+    """Whether an argument turns sharding off: None, `""`, False, `[]` or `{}`."""
+    parts = (
+        value.keys if isinstance(value, ast.Dict) else value.elts if isinstance(value, (ast.List, ast.Tuple)) else None
+    )
+    return parts == [] or constant(value) in {None, "", False}
 
 
 def unsharded_when(outline: Outline, arguments: ast.Call, function: Function) -> Guard | None:

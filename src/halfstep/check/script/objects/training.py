@@ -189,13 +189,13 @@ class Training:
     def _unique(self, ties: Iterator[Trained]) -> Iterator[Trained]:
         reported = set()
         for tie in ties:
-            if tie.cast.node not in reported:
-                reported.add(tie.cast.node)
+            if (place := (tie.cast.node, tie.cast.dtype)) not in reported:
+                reported.add(place)
                 yield tie
 
     def _optimizer_ties(self, *, in_full: bool) -> Iterator[Trained]:
         """The ties of optimizers; with adapters only of models that have none, or all of whose parameters a loop enables."""
-        tied: set[ast.AST] = set()
+        tied: set[tuple[ast.AST, ast.expr | None]] = set()
         assumed = () if self._updaters else self._factories
         for call, function in (*self._updaters, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
@@ -206,8 +206,9 @@ class Training:
                 )
                 if is_whole and not self._is_spared(lineage):
                     for cast in lasting_casts(lineage):
-                        if cast.node not in tied and self._reaches(cast, call, function, owner):
-                            tied.add(cast.node)
+                        place = (cast.node, cast.dtype)
+                        if place not in tied and self._reaches(cast, call, function, owner):
+                            tied.add(place)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
 
     def _is_created_low(self, lineage: Lineage) -> bool:
@@ -252,7 +253,8 @@ class Training:
         receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # `model.configure_optimizers(lr)`
         for value in (*receiver, *call.args, *(k.value for k in call.keywords)):
             if key_of(value):
-                yield from [(value, function)] if is_model_name(key_of(value)) else []
+                is_model = is_model_name(key_of(value))
+                yield from [(value, function)] if is_model else owners_of(self.outline, value, function)
             else:
                 yield from owners_of(self.outline, value, function)
 
@@ -328,6 +330,7 @@ class Training:
             return False
         outline = self.outline
         here = conditions_of(outline, cast.node)
+        here += conditions_of(outline, cast.dtype) if cast.dtype is not None else ()
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False

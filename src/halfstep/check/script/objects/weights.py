@@ -27,7 +27,9 @@ from halfstep.check.script.objects.formats import (
     casts_in,
     entries_named,
     formats_of,
+    is_written,
     keyword_of,
+    keywords_of,
     may_be_none,
     passed_for,
     returned_by,
@@ -74,6 +76,7 @@ class Cast:
     key: str  # the variable that is cast or assigned; "" if it has no name
     formats: frozenset[str]
     form: str  # cast, load, constructor, factory (a function of another file), or checkpoint: a load without a dtype
+    dtype: ast.expr | None = None  # of a load, perhaps one of several in `**options`
 
     @property
     def low(self) -> frozenset[str]:
@@ -329,13 +332,13 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         shared = {*conditions_of(outline, call), *(conditions_of(outline, dtype) if dtype is not None else ())}
         own = set(conditions_of(outline, value)) - shared
         lineage.is_adapted |= not asks_for_adapters(tuple(own)) and not _is_other_branch(outline, value, dtype)
-    value = dtype
-    if value is not None and constant(value) is not None:
-        lineage.casts.append(Cast(call, function, name, formats_of(outline, value, function), "load"))
-    elif (
-        value is None
+    values = [v for v in keywords_of(outline, call, function, "torch_dtype", "dtype") if constant(v) is not None]
+    named = {formats_of(outline, value, function): value for value in reversed(values)}  # the first of each
+    lineage.casts += [Cast(call, function, name, formats, "load", value) for formats, value in named.items()]
+    if (
+        dtype is None
         and call.func.attr == "from_pretrained"
-        and all(k.arg for k in call.keywords)
+        and all(k.arg or is_written(outline, k.value, function) for k in call.keywords)
         and outline.names.full(call.func).startswith("transformers.")
         and _MODEL_CLASS.search(owner)
     ):
