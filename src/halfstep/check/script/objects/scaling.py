@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
@@ -112,6 +113,7 @@ def _identifier(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") or getattr(node, "arg", "") or ""
 
 
+@lru_cache(maxsize=4)  # rules ask for every event of one script
 def has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     names = {s.key.rsplit(".", 1)[-1] for s in script.scalers}

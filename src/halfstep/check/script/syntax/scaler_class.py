@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import chain
@@ -34,6 +35,7 @@ def is_data_scaler(name: str) -> bool:
     return bool(_DATA.search(name)) and "grad" not in name.lower()
 
 
+@lru_cache(maxsize=4)  # rules ask for every event of one script
 def data_scalers(outline: Outline) -> frozenset[str]:
     """The last names with "scaler" in them that cannot be a GradScaler: one that is indexed, or that transforms data."""
     names = {name for name in outline.loads if "scaler" in name.lower()}
