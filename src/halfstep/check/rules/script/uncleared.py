@@ -232,10 +232,11 @@ class MisplacedZeroGrad(TraceRule):
             )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
-        if back is None or trace[back].kind not in _BACKWARDS:
+        if back is None or step is None:
+            only = next((i for i in (back, step) if i is not None), index)  # before the zero_grad, or in the same pass after it
+            return self._unused(script, trace, index, trace[only]) if trace[only].kind in _BACKWARDS else None
+        if trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
             return None
-        if step is None or trace[step].kind not in STEPS:
-            return self._unused(script, trace, index, trace[back]) if step is None else None
         use = trace[step]
         if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
             return None
@@ -275,9 +276,9 @@ class MisplacedZeroGrad(TraceRule):
         if any(call not in nodes for call, _ in script.outline.calls.get("step", ())) or _is_passed_on(script, name):
             return None
         return self.finding(
-            script.where(event.node),
-            f"`{name}.zero_grad()` clears the gradients of line {script.where(back.node).line}, and no line of the file calls `{name}.step()`: nothing is trained",
-            instead=f"{name}.step() before the gradients are cleared",
+            script.where(back.node),
+            f"line {script.where(event.node).line} clears these gradients, and no line of the file calls `{name}.step()`: nothing is trained",
+            instead=f"{name}.step() after the backward",
         )
 
     def _never(self, script: Script, trace: Trace, index: int) -> Finding | None:

@@ -311,6 +311,9 @@ class Recogniser:
     def _on_unscale_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return Action("unscale", scaler=key_of(receiver), optimizer=key_of(argument(call, 0, "optimizer")))
 
+    def _on_unscale_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_unscale", subject=key_of(receiver))
+
     def _on_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
