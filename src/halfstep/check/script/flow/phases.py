@@ -43,7 +43,23 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
             place, flag = _full_in_validation(script, autocast.dtype_node, event)
             if place is not None:
                 return place, flag
-    return None, ""
+    return _entered_in_training(script, event)
+
+
+def _entered_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]:
+    """The condition of a region, `if use_amp and train:`, in whose `else` the same model runs in float32, and the flag."""
+    region = event.autocast()
+    around = script.above(region.node) if region is not None else ()
+    entered = next((n for n in around if isinstance(n, (ast.With, ast.AsyncWith))), None)
+    block = script.outline.parents.get(entered) if entered is not None else None
+    if not isinstance(block, ast.If) or entered not in block.body or not isinstance(event.node, ast.Call):
+        return None, ""
+    parts = block.test.values if isinstance(block.test, ast.BoolOp) and isinstance(block.test.op, ast.And) else []
+    flag = next((text for text in map(text_of, parts) if _TRAINS.fullmatch(text)), "")
+    other = [n for statement in block.orelse for n in ast.walk(statement)]
+    is_run = any(isinstance(n, ast.Call) and text_of(n.func) == text_of(event.node.func) for n in other)
+    is_plain = not any(isinstance(n, (ast.With, ast.If)) for n in other)
+    return (block.test, flag) if flag and is_run and is_plain else (None, "")
 
 
 def _full_in_validation(script: Script, dtype: ast.expr, event: Event) -> tuple[ast.AST | None, str]:
