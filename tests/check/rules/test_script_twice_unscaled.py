@@ -23,7 +23,7 @@ def main(args, model, optimizer, loader):
             optimizer.zero_grad()
 """
 FP16 = 'mixed_precision="fp16"'
-OPTION = 'mixed_precision=args.mixed_precision'
+OPTION = "mixed_precision=args.mixed_precision"
 UNSCALE = "accelerator.unscale_gradients()"
 BY_HAND = "accelerator.scaler.unscale_(optimizer)"
 GUARDED = f"if accelerator.scaler is not None: {BY_HAND}"

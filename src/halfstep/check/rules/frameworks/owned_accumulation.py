@@ -322,7 +322,9 @@ def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | N
 
 def _division(script: Script, divisor: ast.expr, call: ast.Call) -> ast.AST:
     """The statement that divides the loss; the call of backward, where a function in between divides it."""
-    one, other = (next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call))
+    one, other = (
+        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call)
+    )
     return (script.statement(divisor) if one is other else None) or call
 
 

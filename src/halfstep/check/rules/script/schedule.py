@@ -315,7 +315,9 @@ def _is_counted(script: Script, compared: ast.Compare) -> bool:
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
         flag = statement.targets[0].id
         function = next((n for n in script.above(statement) if isinstance(n, ast.FunctionDef)), script.tree)
-        read = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]]
+        read = [
+            n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]
+        ]
         tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
     blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
     return all(isinstance(s, ast.AugAssign) or _is_print(s) for block in blocks for s in block)

@@ -232,9 +232,9 @@ class MisplacedZeroGrad(TraceRule):
             )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
-        if back is None or step is None:
-            only = next((i for i in (back, step) if i is not None), index)  # before the zero_grad, or in the same pass after it
-            return self._unused(script, trace, index, trace[only]) if trace[only].kind in _BACKWARDS else None
+        if back is None or step is None:  # the backward before the zero_grad, or after it in the same pass
+            only = trace[next((i for i in (back, step) if i is not None), index)]
+            return self._unused(script, trace, index, only) if only.kind in _BACKWARDS else None
         if trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
             return None
         use = trace[step]
@@ -262,8 +262,7 @@ class MisplacedZeroGrad(TraceRule):
 
     def _unused(self, script: Script, trace: Trace, index: int, back: Event) -> Finding | None:
         """The finding for gradients that are cleared in a script whose schedule advances and whose optimizer never steps."""
-        event = trace[index]
-        name = event.local.optimizer
+        event, name = trace[index], trace[index].local.optimizer
         schedules = [e for e in trace if e.kind == "sched_step" and e.loops == event.loops]
         if not event.loops or back.loops != event.loops or back.function is not event.function or not schedules:
             return None

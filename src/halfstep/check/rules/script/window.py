@@ -154,9 +154,7 @@ class DoubleUnscale(TraceRule):
         """A second unscaling before the step, one of them by `accelerator.clip_grad_norm_`, which unscales every optimizer."""
         event = trace[index]
         engine = scaling_accelerator(script)
-        before = next(
-            earlier(trace, index, "unscale", *_OWNED, "opt_step", "owned_backward", "zero_grad"), None
-        )
+        before = next(earlier(trace, index, "unscale", *_OWNED, "opt_step", "owned_backward", "zero_grad"), None)
         first = trace[before] if before is not None else event
         if engine is None or first.kind not in {"unscale", *_OWNED} or "owned_clip" not in {first.kind, event.kind}:
             return None
@@ -168,7 +166,9 @@ class DoubleUnscale(TraceRule):
         when = "" if engine.precision == "fp16" else "in fp16 "
         is_by_hand = "unscale" in {first.kind, event.kind}
         effect = "divides them by the scale again" if is_by_hand else "raises RuntimeError"
-        instead = f"clip all parameters in one call, or call {engine.key}.unscale_gradients() and torch's clip_grad_norm_"
+        instead = (
+            f"clip all parameters in one call, or call {engine.key}.unscale_gradients() and torch's clip_grad_norm_"
+        )
         return self.finding(
             script.where(event.node),
             f"the call at {script.at(first.node)} has unscaled the gradients of {_unscaled(first)}: {when}this one {effect}",

@@ -231,7 +231,9 @@ def _is_uncast(function: Function) -> bool:
     names = {key_of(n) for part in operands if part is not None for n in ast.walk(part)} - {""}
     casts = [n for n in ast.walk(function.node) if isinstance(n, ast.Assign) and {key_of(t) for t in n.targets} & names]
     parts = [part for part in (*operands, *(n.value for n in casts)) if part is not None]
-    raised = [n for part in parts for n in ast.walk(part) if isinstance(n, ast.Call) and last_name(text_of(n.func)) in RAISED]
+    raised = [
+        n for part in parts for n in ast.walk(part) if isinstance(n, ast.Call) and last_name(text_of(n.func)) in RAISED
+    ]
     return not raised and not any("float" in text or "double" in text for text in map(text_of, parts))
 
 

@@ -43,7 +43,11 @@ WRAPS = {
 # Functions of other files that run the model they are passed, with its position and its name: those of MONAI, `forward_pass(model, x)`.
 _WINDOW = "sliding_window_inference"
 _INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
-_RUNS = ((regex(f"^{_WINDOW}$"), 3, "predictor"), (_INFERER, 1, "network"), (regex(r"(^|_)forward(_pass)?$"), 0, "model"))
+_RUNS = (
+    (regex(f"^{_WINDOW}$"), 3, "predictor"),
+    (_INFERER, 1, "network"),
+    (regex(r"(^|_)forward(_pass)?$"), 0, "model"),
+)
 # The model inside a wrapper, and the part of one that computes its output.
 _PARTS = {"module", "ema", "transformer", "backbone", "encoder", "decoder", "unet"}
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
