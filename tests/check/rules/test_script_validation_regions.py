@@ -212,6 +212,9 @@ def epoch(net, loader, train_mode, optimizer, scaler=None):
         ("use_amp and fast", "loss = net(x)", []),
         ("use_amp and train_mode", "loss = evaluate(x)", []),
         ("use_amp and train_mode", "with context: loss = net(x)", []),
+        ("use_amp and train_mode", "with torch.no_grad(): loss = net(x)", [5]),
+        ("use_amp and train_mode", "if full: loss = net(x)", [5]),
+        ("use_amp and train_mode", "if full:\n                with torch.autocast('cuda'): loss = net(x)", []),
     ],
 )
 def test_a_region_in_a_branch_for_training_leaves_validation_out(test, other, expected):
@@ -221,7 +224,7 @@ def test_a_region_in_a_branch_for_training_leaves_validation_out(test, other, ex
 
 FORWARDS = """\
 import torch
-from passes import forward_pass
+from passes import forward_pass, forward_step
 def train_epoch(model, loader, optimizer, scaler):
     model.train()
     for x, y in loader:
@@ -242,6 +245,7 @@ def validate(model, val_loader):
     ("call", "is_forward"),
     [
         ("forward_pass(model, x, y)", True),
+        ("forward_step(model, x, y)", True),
         ("model.transformer(x, mask=y)", True),
         ("model.training_loss(x, y)", True),
         ("model.vocabulary(x)", False),

@@ -22,6 +22,7 @@ _TRAINS = regex(
     r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
 
+_GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _MOVES = {"to", "cuda", "half", "float", "type"}
@@ -58,7 +59,8 @@ def _entered_in_training(script: Script, event: Event) -> tuple[ast.AST | None, 
     flag = next((text for text in map(text_of, parts) if _TRAINS.fullmatch(text)), "")
     other = [n for statement in block.orelse for n in ast.walk(statement)]
     is_run = any(isinstance(n, ast.Call) and text_of(n.func) == text_of(event.node.func) for n in other)
-    is_plain = not any(isinstance(n, (ast.With, ast.If)) for n in other)
+    contexts = [text_of(n.context_expr) for n in other if isinstance(n, ast.withitem)]
+    is_plain = all(_GRADIENTS_OFF.search(text) for text in contexts)
     return (block.test, flag) if flag and is_run and is_plain else (None, "")
 
 

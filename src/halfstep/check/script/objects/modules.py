@@ -46,7 +46,7 @@ _INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
 _RUNS = (
     (regex(f"^{_WINDOW}$"), 3, "predictor"),
     (_INFERER, 1, "network"),
-    (regex(r"(^|_)forward(_pass)?$"), 0, "model"),
+    (regex(r"(^|_)forward(_pass|_step|_model)?$"), 0, "model"),
 )
 # The model inside a wrapper, and the part of one that computes its output.
 _PARTS = {"module", "ema", "transformer", "backbone", "encoder", "decoder", "unet"}
