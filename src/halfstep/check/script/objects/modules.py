@@ -18,6 +18,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "OWN_LOSS",
     "WRAPS",
     "attribute_values",
     "classes_under_autocast",
@@ -40,6 +41,7 @@ WRAPS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
 }
 
+OWN_LOSS = regex(r"^(train|training|val|validation)_loss$")  # a method of a model that runs it
 # Functions of other files that run the model they are passed, with its position and its name: those of MONAI, `forward_pass(model, x)`.
 _WINDOW = "sliding_window_inference"
 _INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
