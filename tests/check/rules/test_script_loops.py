@@ -310,6 +310,8 @@ def test_resumed_from_16_bit_weights(weights, before):
     assert len(reported(text, "HS174")) == 1
     assert reported(text.replace('    optimizer.load_state_dict(state["optimizer"])\n', ""), "HS174") == []
     assert reported(RESUME.format(read="weights", weights=weights, before=before), "HS174") == []
+    copied = text.replace("optimizer.state_dict()", "lowered(deepcopy(optimizer.state_dict()))")
+    assert len(reported(copied, "HS174")) == 1  # the copy of the optimizer state is an entry as well
 
 
 @pytest.mark.parametrize("weights", ["model.state_dict()", "deepcopy(model).float()", "deepcopy(model.half().float())"])

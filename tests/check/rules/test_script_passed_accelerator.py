@@ -68,3 +68,37 @@ def main(cfg, model, optimizer, loader):
 def test_only_a_setting_that_nothing_counts_is_reported(use, is_reported):
     """HS177 needs a number of accumulation steps that the script reads and neither counts nor passes on."""
     assert ("HS177" in reported(SETTING.format(use=use))) == is_reported
+
+
+BRANCH = """\
+import torch
+from accelerate import Accelerator
+
+def main(args, model, loader):
+    accelerator = Accelerator(mixed_precision=args.mixed_precision)
+    optimizer = torch.optim.AdamW(model.parameters())
+    {prepare}
+    for x, y in loader:
+        accelerator.backward(model(x, y))
+        {step}
+        optimizer.zero_grad()
+"""
+PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "step", "is_reported"),
+    [
+        (f"if args.use_audio: {PREPARE}", "optimizer.step()", True),
+        (f"if not args.plain: {PREPARE}", "optimizer.step()", True),
+        (PREPARE, "optimizer.step()", False),
+        (f"if args.use_audio:\n        {PREPARE}\n    else:\n        {PREPARE}", "optimizer.step()", False),
+        (f"if args.use_audio: {PREPARE}", "if args.use_audio: optimizer.step()", False),
+        (f"if accelerator.num_processes > 1: {PREPARE}", "optimizer.step()", False),
+        (f"if args.use_deepspeed: {PREPARE}", "optimizer.step()", False),
+        (f"if args.other: optimizer = build(model)\n    if args.use_audio: {PREPARE}", "optimizer.step()", False),
+    ],
+)
+def test_an_optimizer_that_one_setting_prepares(prepare, step, is_reported):
+    """Without the setting the gradients stay scaled, unless the step or another optimizer depends on it as well."""
+    assert ("HS198" in reported(BRANCH.format(prepare=prepare, step=step))) is is_reported

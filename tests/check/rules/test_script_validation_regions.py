@@ -184,3 +184,75 @@ ALWAYS = """\
 def test_the_other_branch_is_not_the_one_without_mixed_precision(other, expected):
     """A branch without autocast is that of float32 only if no flag decides about mixed precision inside the other one."""
     assert reported(LABELLED.format(other=other)) == expected
+
+
+BRANCHES = """\
+import torch
+def epoch(net, loader, train_mode, optimizer, scaler=None):
+    use_amp = scaler is not None
+    for x in loader:
+        if {test}:
+            with torch.autocast('cuda'):
+                loss = net(x)
+        else:
+            {other}
+        if train_mode:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "other", "expected"),
+    [
+        ("use_amp and train_mode", "loss = net(x)", [5]),
+        ("train_mode and use_amp", "loss = net(x)", [5]),
+        ("use_amp", "loss = net(x)", []),
+        ("use_amp and fast", "loss = net(x)", []),
+        ("use_amp and train_mode", "loss = evaluate(x)", []),
+        ("use_amp and train_mode", "with context: loss = net(x)", []),
+        ("use_amp and train_mode", "with torch.no_grad(): loss = net(x)", [5]),
+        ("use_amp and train_mode", "if full: loss = net(x)", [5]),
+        ("use_amp and train_mode", "if full:\n                with torch.autocast('cuda'): loss = net(x)", []),
+    ],
+)
+def test_a_region_in_a_branch_for_training_leaves_validation_out(test, other, expected):
+    """`if use_amp and train:` has validation in its `else`, in float32."""
+    assert reported(BRANCHES.format(test=test, other=other)) == expected
+
+
+FORWARDS = """\
+import torch
+from passes import forward_pass, forward_step
+def train_epoch(model, loader, optimizer, scaler):
+    model.train()
+    for x, y in loader:
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = {call}
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+def validate(model, val_loader):
+    model.eval()
+    with torch.no_grad():
+        for x, y in val_loader:
+            {region}loss = {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "is_forward"),
+    [
+        ("forward_pass(model, x, y)", True),
+        ("forward_step(model, x, y)", True),
+        ("model.transformer(x, mask=y)", True),
+        ("model.training_loss(x, y)", True),
+        ("model.vocabulary(x)", False),
+        ("compare(model, x, y)", False),
+    ],
+)
+def test_a_forward_by_another_name_is_one(call, is_forward):
+    """A function of another file that is named for the forward, a part of the model, and a method for its loss run the model."""
+    assert reported(FORWARDS.format(call=call, region="")) == ([15] if is_forward else [])
+    assert reported(FORWARDS.format(call=call, region="with torch.autocast('cuda'): ")) == []

@@ -105,7 +105,7 @@ class AccumulatedTwice(ScriptRule):
                 continue
             divisor = _divisor(script, call, function)
             if divisor is not None and engine is not None and engine.library == ACCELERATE:
-                yield from self._accelerate(script, call, engine, divisor, function)
+                yield from self._accelerate(script, _division(script, divisor, call), engine, divisor, function)
             elif divisor is not None and owner in engines:
                 is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
                 yield from self._deepspeed(script, call, owner, divisor, steps, is_asked=is_asked)
@@ -132,7 +132,7 @@ class AccumulatedTwice(ScriptRule):
                     )
 
     def _accelerate(
-        self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr, function: Function
+        self, script: Script, place: ast.AST, engine: Engine, divisor: ast.expr, function: Function
     ) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
         text = text_of(divisor)
@@ -143,7 +143,7 @@ class AccumulatedTwice(ScriptRule):
         if constant(engine.steps) == 1 or (text != own and not is_same):
             return
         yield self.finding(
-            script.where(call),
+            script.where(place),
             f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {_KEY} again",
             instead=f"pass the undivided loss to `{engine.key}.backward`",
         )
@@ -172,7 +172,7 @@ class AccumulatedTwice(ScriptRule):
         condition = "" if is_certain else f" if the configuration sets {_KEY}"
         severity: Severity = "warning" if is_certain else "advice"
         yield self.finding(
-            script.where(call),
+            script.where(_division(script, divisor, call)),
             f"the loss is divided by `{text}`, and `{engine}.backward` divides again{condition}",
             instead=f"pass the undivided loss to `{engine}.backward`",
             severity=severity,
@@ -318,6 +318,14 @@ def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | N
         returned = list(returned_by(target))  # `loss = self.compute_loss(batch)`
         value = returned[0] if len(returned) == 1 else None
     return value.right if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else None
+
+
+def _division(script: Script, divisor: ast.expr, call: ast.Call) -> ast.AST:
+    """The statement that divides the loss; the call of backward, where a function in between divides it."""
+    one, other = (
+        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call)
+    )
+    return (script.statement(divisor) if one is other else None) or call
 
 
 def _excluded(script: Script, first: ast.AST, second: ast.AST) -> bool:

@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import anchor, subject, when
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, loops_around
+from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.chosen import chosen_when, condition_text, float16_ways, is_on_gpu
 from halfstep.check.script.objects.engines import (
@@ -25,6 +25,7 @@ from halfstep.check.script.objects.engines import (
 )
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import may_be_none
+from halfstep.check.script.objects.owners import list_of, prepared_if
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
@@ -122,6 +123,9 @@ class OptimizerNotPrepared(TraceRule):
         _UNPREPARED.format(prepare="model, loader = accelerator.prepare(model, loader)"),
         _MODULE.format(option="use_pl_optimizer=False"),
         _LISTED.format(star=""),
+        _UNPREPARED.format(
+            prepare="if args.use_audio:\n    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+        ),
     )
     good = (
         _UNPREPARED.format(prepare="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
@@ -145,9 +149,17 @@ class OptimizerNotPrepared(TraceRule):
         if engine is None or not engine.is_created or engine.precision not in {"fp16", "?"} or engine.plugin:
             return None
         prepared = prepared_for(script, engine.library, event)
-        if engine.library == ACCELERATE and (collection := _unprepared_list(script, event)) in prepared.names:
+        if engine.library == ACCELERATE and (collection := list_of(script, event)) in prepared.names:
             return self._report(
                 script, event, engine, f"`prepare` leaves the list `{collection}` as it is", f"pass `*{collection}`"
+            )
+        if last_name(event.optimizer) in prepared.names and (condition := prepared_if(script, event, engine.name)):
+            return self._report(
+                script,
+                event,
+                engine,
+                f"unless `{condition}`, nothing prepares `{event.optimizer}`",
+                "prepare it in every run",
             )
         # A file that prepares nothing may leave that to another one; neither fp16 here nor a local optimizer excuses it.
         decided = prepared.is_complete and (
@@ -200,20 +212,6 @@ def _is_local(script: Script, event: Event, engine: Engine) -> bool:
     bound = script.outline.lookup(event.optimizer, event.function) if event.optimizer.isidentifier() else []
     is_here = bool(bound) and all(b.function is event.function for b in bound)
     return is_here and engine.function is event.function and not {"prepare", "setup"} & script.outline.calls.keys()
-
-
-def _unprepared_list(script: Script, event: Event) -> str:
-    """The list from which a step takes its optimizer, `optimizers[0].step()` or `for o in optimizers: o.step()`; "" if none."""
-    func = event.node.func if isinstance(event.node, ast.Call) else None
-    value = func.value if isinstance(func, ast.Attribute) else None
-    source = value.value if isinstance(value, ast.Subscript) else None
-    if isinstance(value, ast.Name):
-        loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
-        source = next((loop.iter for loop in loops if text_of(loop.target) == value.id), None)
-    name = key_of(source) if source is not None else ""
-    bound = script.outline.lookup(name, event.function) if name else []
-    is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
-    return last_name(name) if is_list else ""
 
 
 def _is_raw(script: Script, value: ast.expr | None) -> bool:

@@ -344,9 +344,9 @@ def _read_keys(script: Script) -> Iterator[object]:
 
 
 def _entries_with(script: Script, node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """The entries of the dictionary that contains a saved state."""
+    """The entries of the dictionary that contains a saved state, also a copy or a conversion of it: `deepcopy(state)`."""
     parent = script.outline.parents.get(node)
-    while isinstance(parent, ast.IfExp):
+    while isinstance(parent, (ast.IfExp, ast.Call)):
         parent = script.outline.parents.get(parent)
     if isinstance(parent, ast.Dict):
         return [(k, v) for k, v in zip(parent.keys, parent.values, strict=True) if k is not None]

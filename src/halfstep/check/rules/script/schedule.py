@@ -42,6 +42,7 @@ _IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
+_PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
 _ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
@@ -245,8 +246,10 @@ def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
 def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:
     """Whether a condition is a setting, named for stepping per batch, that nothing assigns where the schedule advances."""
     key = guard.text.partition("#")[0]
-    bound = script.outline.bindings.get(key, ())
-    is_set = all(b.function is not event.function or isinstance(b.function.node, ast.Module) for b in bound)
+    bound = [b for b in script.outline.bindings.get(key, ()) if b.function is event.function]
+    loops = [n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))]
+    before = loops[-1].lineno if loops else 0  # what precedes the loops of a function is set once
+    is_set = all(isinstance(b.function.node, ast.Module) or getattr(b.node, "lineno", 0) < before for b in bound)
     return guard.is_true and bool(_PER_STEP.match(key)) and is_set
 
 
@@ -280,23 +283,50 @@ def _is_none(script: Script, step: Event) -> bool:
 def _reads_scale(script: Script) -> bool:
     """Whether the script compares the scale, or the optimizer's count of steps, by which a skipped step is recognised.
 
-    Printing the scale is no comparison.
+    Printing the scale is no comparison, and counting the skipped steps does not keep the schedule from advancing.
     """
     if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
         return True
-    statements = [script.statement(e.node) for e in script.events("get_scale")]
-    assigned = [s for s in statements if isinstance(s, ast.Assign)]
-    if any(not isinstance(s, (ast.Assign, ast.Expr)) for s in statements):
+    calls = [e.node for e in script.events("get_scale")]
+    alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
+    if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
         return True
+    assigned = [s for call in calls if isinstance(s := script.statement(call), ast.Assign)]
     keys = {key_of(target) for s in assigned for target in s.targets}
     if "" in keys:
         return True
-    parts = (n for c in ast.walk(script.tree) if isinstance(c, ast.Compare) for n in ast.walk(c)) if statements else ()
+    compared = [c for c in ast.walk(script.tree) if isinstance(c, ast.Compare)] if calls else []
+    return any(_reads(c, keys) and not _is_counted(script, c) for c in compared)
+
+
+def _reads(compared: ast.Compare, keys: set[str]) -> bool:
+    """Whether a comparison is with the scale, or with a variable that has its value."""
     return any(
         (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
         or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
-        for n in parts
+        for n in ast.walk(compared)
     )
+
+
+def _is_counted(script: Script, compared: ast.Compare) -> bool:
+    """Whether a comparison only counts or prints skipped steps: `if scaler.get_scale() < before: num_skipped += 1`."""
+    statement = script.statement(compared)
+    tests = [statement]
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        flag = statement.targets[0].id
+        function = next((n for n in script.above(statement) if isinstance(n, ast.FunctionDef)), script.tree)
+        read = [
+            n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]
+        ]
+        tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
+    blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
+    return all(isinstance(s, ast.AugAssign) or _is_print(s) for block in blocks for s in block)
+
+
+def _is_print(statement: ast.stmt | None) -> bool:
+    """Whether a statement prints or logs something."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

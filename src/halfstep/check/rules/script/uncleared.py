@@ -232,10 +232,11 @@ class MisplacedZeroGrad(TraceRule):
             )
         back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
         step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
-        if back is None or trace[back].kind not in _BACKWARDS:
+        if back is None or step is None:  # the backward before the zero_grad, or after it in the same pass
+            only = trace[next((i for i in (back, step) if i is not None), index)]
+            return self._unused(script, trace, index, only) if only.kind in _BACKWARDS else None
+        if trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
             return None
-        if step is None or trace[step].kind not in STEPS:
-            return self._unused(script, trace, index, trace[back]) if step is None else None
         use = trace[step]
         if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
             return None
@@ -261,8 +262,7 @@ class MisplacedZeroGrad(TraceRule):
 
     def _unused(self, script: Script, trace: Trace, index: int, back: Event) -> Finding | None:
         """The finding for gradients that are cleared in a script whose schedule advances and whose optimizer never steps."""
-        event = trace[index]
-        name = event.local.optimizer
+        event, name = trace[index], trace[index].local.optimizer
         schedules = [e for e in trace if e.kind == "sched_step" and e.loops == event.loops]
         if not event.loops or back.loops != event.loops or back.function is not event.function or not schedules:
             return None
@@ -275,9 +275,9 @@ class MisplacedZeroGrad(TraceRule):
         if any(call not in nodes for call, _ in script.outline.calls.get("step", ())) or _is_passed_on(script, name):
             return None
         return self.finding(
-            script.where(event.node),
-            f"`{name}.zero_grad()` clears the gradients of line {script.where(back.node).line}, and no line of the file calls `{name}.step()`: nothing is trained",
-            instead=f"{name}.step() before the gradients are cleared",
+            script.where(back.node),
+            f"line {script.where(event.node).line} clears these gradients, and no line of the file calls `{name}.step()`: nothing is trained",
+            instead=f"{name}.step() after the backward",
         )
 
     def _never(self, script: Script, trace: Trace, index: int) -> Finding | None:

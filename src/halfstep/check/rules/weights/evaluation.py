@@ -10,7 +10,8 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
-from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.flow.sources import latest
+from halfstep.check.script.objects.expressions import arguments_of, options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -23,6 +24,8 @@ _EVALUATES = regex(r"^_*(run_|do_|log_)?(eval|valid|test|infer|sampl|generat)", 
 _COPY = regex(r"copy|(^|[._])ema", re.IGNORECASE)
 _UNWRAPS = "unwrap_model_for_generation"
 _PIPELINE = regex(r"pipe|model|unet|transformer", re.IGNORECASE)
+_VALIDATOR = regex(r"(Validator|Evaluator)$")
+_TRAINER_MODEL = regex(r"trainer\.([\w.]*\.)?(model|ema|net|module)$")
 _ENGINE = """\
 import torch
 def train_one_epoch(model, loader, optimizer):
@@ -67,10 +70,13 @@ class EvaluationHalvesModel(ScriptRule):
         trains = {e.function for e in script.events("backward", "owned_backward")}
         for cast in _unwrapped_for_generation(script):
             yield self._report(script, cast, " or ".join(sorted(cast.formats & SIXTEEN_BIT)), None)
+        owned = list(_owned_by_trainer(script))
+        for cast, back in owned:
+            yield self._report(script, cast, " or ".join(sorted(cast.formats & SIXTEEN_BIT)), back)
         if is_exercise(script) or not trains:
             return
         casts = [c for c in casts_in(script.outline) if _is_evaluation(c.function) and c.function not in trains]
-        for cast in casts:
+        for cast in (c for c in casts if all(c.call is not other.call for other, _ in owned)):
             low = cast.formats & SIXTEEN_BIT
             if low and _is_trained(script, cast, trains):
                 yield self._report(script, cast, " or ".join(sorted(low)), _cast_back(cast, casts))
@@ -147,6 +153,20 @@ def _unwrapped_for_generation(script: Script) -> Iterator[VariableCast]:
         if trains and inner and cast.formats & SIXTEEN_BIT and cast.function not in reported:
             reported.add(cast.function)
             yield cast
+
+
+def _owned_by_trainer(script: Script) -> Iterator[tuple[VariableCast, ast.Call | None]]:
+    """The casts, in a validator, of the model of the trainer that calls it: `model = trainer.ema.ema or trainer.model`."""
+    casts = [c for c in casts_in(script.outline) if "trainer" in c.function.params and _validates(c.function)]
+    for cast in casts:
+        bound = latest(script.outline, cast.key, cast.function, cast.call.lineno) if cast.key.isidentifier() else []
+        models = [text_of(option) for b in bound if b.value is not None for option in options_of(b.value)] or [cast.key]
+        if cast.formats & SIXTEEN_BIT and all(_TRAINER_MODEL.match(text) for text in models):
+            yield cast, _cast_back(cast, casts)
+
+
+def _validates(function: Function) -> bool:
+    return _is_evaluation(function) or bool(_EVALUATES.search(function.cls) or _VALIDATOR.search(function.cls))
 
 
 def is_copied(function: Function, key: str) -> bool:

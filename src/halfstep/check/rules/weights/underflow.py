@@ -10,11 +10,11 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import with_autocast
 from halfstep.check.script.flow.sources import latest
-from halfstep.check.script.objects.lowered import formats_of_tensor
+from halfstep.check.script.objects.lowered import RAISED, formats_of_tensor
 from halfstep.check.script.objects.outputs import Exit, called_in_autocast, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
@@ -91,6 +91,7 @@ class EpsUnderflowsHalf(ScriptRule):
         "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
         _FOCAL.format(eps="1e-6"),
         _FOCAL.format(eps="1e-8").replace("(logits)", "(logits.float())"),
+        _FOCAL.format(eps="1e-8").replace("(logits)", "((logits * targets).sum(dim=1))"),
         _HEATMAP.format(high="1 - 1e-4", logits="logits.float()"),
         _HEATMAP.format(high="1 - 1e-3", logits="logits"),
     )
@@ -219,15 +220,21 @@ def _losses_in_float16(script: Script) -> Iterator[Function]:
 
 
 def _is_uncast(function: Function) -> bool:
-    """Whether a function computes the sigmoid of logits that it does not cast, and leaves autocast on."""
+    """Whether a function computes the sigmoid of logits that it does not cast, and leaves autocast on.
+
+    A sum or a norm under autocast is float32 already: the score of a pair of embeddings.
+    """
     text = ast.unparse(function.node)
     if "sigmoid" not in text or "enabled=False" in text:
         return False
     operands = [_operand(n) for n in ast.walk(function.node) if isinstance(n, ast.Call)]
     names = {key_of(n) for part in operands if part is not None for n in ast.walk(part)} - {""}
     casts = [n for n in ast.walk(function.node) if isinstance(n, ast.Assign) and {key_of(t) for t in n.targets} & names]
-    texts = [text_of(part) for part in (*operands, *(n.value for n in casts)) if part is not None]
-    return not any("float" in text or "double" in text for text in texts)
+    parts = [part for part in (*operands, *(n.value for n in casts)) if part is not None]
+    raised = [
+        n for part in parts for n in ast.walk(part) if isinstance(n, ast.Call) and last_name(text_of(n.func)) in RAISED
+    ]
+    return not raised and not any("float" in text or "double" in text for text in map(text_of, parts))
 
 
 def _operand(call: ast.Call) -> ast.expr | None:

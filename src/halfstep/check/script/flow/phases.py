@@ -22,6 +22,7 @@ _TRAINS = regex(
     r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
 
+_GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _MOVES = {"to", "cuda", "half", "float", "type"}
@@ -43,7 +44,24 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
             place, flag = _full_in_validation(script, autocast.dtype_node, event)
             if place is not None:
                 return place, flag
-    return None, ""
+    return _entered_in_training(script, event)
+
+
+def _entered_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]:
+    """The condition of a region, `if use_amp and train:`, in whose `else` the same model runs in float32, and the flag."""
+    region = event.autocast()
+    around = script.above(region.node) if region is not None else ()
+    entered = next((n for n in around if isinstance(n, (ast.With, ast.AsyncWith))), None)
+    block = script.outline.parents.get(entered) if entered is not None else None
+    if not isinstance(block, ast.If) or entered not in block.body or not isinstance(event.node, ast.Call):
+        return None, ""
+    parts = block.test.values if isinstance(block.test, ast.BoolOp) and isinstance(block.test.op, ast.And) else []
+    flag = next((text for text in map(text_of, parts) if _TRAINS.fullmatch(text)), "")
+    other = [n for statement in block.orelse for n in ast.walk(statement)]
+    is_run = any(isinstance(n, ast.Call) and text_of(n.func) == text_of(event.node.func) for n in other)
+    contexts = [text_of(n.context_expr) for n in other if isinstance(n, ast.withitem)]
+    is_plain = all(_GRADIENTS_OFF.search(text) for text in contexts)
+    return (block.test, flag) if flag and is_run and is_plain else (None, "")
 
 
 def _full_in_validation(script: Script, dtype: ast.expr, event: Event) -> tuple[ast.AST | None, str]:

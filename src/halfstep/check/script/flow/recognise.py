@@ -14,7 +14,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
-from halfstep.check.script.objects.modules import WRAPS, run_by_call, wrapped_variables
+from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, run_by_call, wrapped_variables
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -215,14 +215,14 @@ class Recogniser:
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
-        is_model = self._is_model(key) or key in {"self", "self.forward"}
+        is_model = self._is_model(key) or key in {"self", "self.forward"} or is_part(key)
         owner = key.rpartition(".")[0]
-        is_wrapped = _last(key) in {"module", "ema"} and "model" in _last(owner).lower()  # model.module, model_ema.ema
-        if key and (is_model or is_wrapped) and (call.args or call.keywords) and not name:
+        if key and is_model and (call.args or call.keywords) and not name:
             return Action("forward", subject=key)
         if (run := run_by_call(self.outline, call, last)) and self._is_model(run):
             return Action("forward", subject=run)
-        if owner and self._is_model(owner) and _FORWARD.search(_last(key)) and arguments_of(call) and not name:
+        runs = _FORWARD.search(_last(key)) or OWN_LOSS.search(_last(key))
+        if owner and self._is_model(owner) and runs and arguments_of(call) and not name:
             return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
 
@@ -310,6 +310,9 @@ class Recogniser:
 
     def _on_unscale_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return Action("unscale", scaler=key_of(receiver), optimizer=key_of(argument(call, 0, "optimizer")))
+
+    def _on_unscale_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_unscale", subject=key_of(receiver))
 
     def _on_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)

@@ -20,7 +20,7 @@ from halfstep.check.script.syntax.scope import Binding
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["PRODUCTS", "formats_of_tensor", "region_formats"]
+__all__ = ["PRODUCTS", "RAISED", "formats_of_tensor", "region_formats"]
 
 MAX_STEPS = 10  # operations and assignments between a cast and the value in question
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"})
@@ -30,7 +30,7 @@ _KEEPS = frozenset({
     "view", "swapaxes",
 })  # fmt: skip
 # Autocast computes these in float32.
-_RAISED = frozenset({"softmax", "log_softmax", "sum", "norm", "pow", "exp", "log", "cumsum", "prod"})
+RAISED = frozenset({"softmax", "log_softmax", "sum", "norm", "pow", "exp", "log", "cumsum", "prod"})
 _LAYERS = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
 _SHAPES = frozenset({"squeeze", "view", "flatten", "reshape"})
 _NONE: frozenset[str] = frozenset()
@@ -64,9 +64,9 @@ def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> fro
             is_torch = outline.names.full(node.func).startswith("torch.")
             if last in PRODUCTS and (is_torch or isinstance(node.func, ast.Attribute)):
                 return region_formats(script, node, function)
-            if last in _RAISED and region_formats(script, node, function):
+            if last in RAISED and region_formats(script, node, function):
                 return _NONE
-            if last in _KEEPS | _RAISED and argument(node, None, "dtype") is None:
+            if last in _KEEPS | RAISED and argument(node, None, "dtype") is None:
                 inner = argument(node, 0, "input") if is_torch else getattr(node.func, "value", None)
                 if inner is None:
                     return _NONE

@@ -18,12 +18,14 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "OWN_LOSS",
     "WRAPS",
     "attribute_values",
     "classes_under_autocast",
     "created_classes",
     "is_on",
     "is_on_by_default",
+    "is_part",
     "regions_in_forward",
     "run_by_call",
     "wrapped_variables",
@@ -39,10 +41,17 @@ WRAPS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
 }
 
-# Library functions that run the model they are passed, with its position and its name: those of MONAI.
+OWN_LOSS = regex(r"^(train|training|val|validation)_loss$")  # a method of a model that runs it
+# Functions of other files that run the model they are passed, with its position and its name: those of MONAI, `forward_pass(model, x)`.
 _WINDOW = "sliding_window_inference"
 _INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
-_RUNS = ((regex(f"^{_WINDOW}$"), 3, "predictor"), (_INFERER, 1, "network"))
+_RUNS = (
+    (regex(f"^{_WINDOW}$"), 3, "predictor"),
+    (_INFERER, 1, "network"),
+    (regex(r"(^|_)forward(_pass|_step|_model)?$"), 0, "model"),
+)
+# The model inside a wrapper, and the part of one that computes its output.
+_PARTS = {"module", "ema", "transformer", "backbone", "encoder", "decoder", "unet"}
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
 
@@ -77,6 +86,8 @@ def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:
         last = key_of(call.func.func).rsplit(".", 1)[-1]
     elif last.endswith("Inferer"):
         return ""  # the inferer is created
+    elif any(function.name == last for function in outline.functions):
+        return ""  # its own calls show what it runs
     for name, position, keyword in _RUNS:
         if name.search(last) and (model := argument(call, position, keyword)) is not None:
             return _run_inside(outline, model)
@@ -86,6 +97,12 @@ def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:
     partials = [c for c, _ in outline.calls.get("partial", ()) if key_of(argument(c, 0, "")).endswith(_WINDOW)]
     models = {key_of(argument(c, 4, "predictor")) for c in partials}
     return models.pop() if len(models) == 1 else ""
+
+
+def is_part(key: str) -> bool:
+    """Whether a variable is a model in a wrapper or a part of one: `model.module`, `model_ema.ema`, `model.transformer`."""
+    owner, _, name = key.rpartition(".")
+    return name in _PARTS and "model" in owner.rsplit(".", 1)[-1].lower()
 
 
 def _run_inside(outline: Outline, predictor: ast.expr) -> str:

@@ -1,20 +1,29 @@
-"""Which optimizer steps which parameters: `Adam(netD.parameters())` owns what `clip_grad_norm_(netD.parameters())` clips."""
+"""Which optimizer a step uses, where it comes from, and which parameters it owns.
+
+`Adam(netD.parameters())` owns what `clip_grad_norm_(netD.parameters())` clips.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import is_setting, loops_around
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import arguments_of, options_of
-from halfstep.check.script.objects.values import argument
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of, options_of
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["clipped_models", "is_of_another", "optimized_models", "share"]
+__all__ = ["clipped_models", "is_of_another", "list_of", "optimized_models", "prepared_if", "share"]
 
+# What decides how a run is launched, and so whether there is anything to prepare.
+_LAUNCHED = regex(
+    r"accelerat|distrib|deepspeed|fsdp|megatron|ddp|tpu|xla|cuda|device|process|rank|world|prepare", re.IGNORECASE
+)
 _OPTIMIZER = regex(r"_*(optim|optimizer|optimiser|opt)$")
 
 
@@ -72,6 +81,51 @@ def is_of_another(script: Script, trace: Trace, event: Event, clip: Event) -> bo
         return False
     others = [e for e in trace if e.kind in {"scaler_step", "unscale"} and e.optimizer != event.optimizer]
     return any(share(clipped, optimized_models(script, e)) for e in others)
+
+
+def list_of(script: Script, event: Event) -> str:
+    """The list from which a step takes its optimizer, `optimizers[0].step()` or `for o in optimizers: o.step()`; "" if none."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    value = func.value if isinstance(func, ast.Attribute) else None
+    source = value.value if isinstance(value, ast.Subscript) else None
+    if isinstance(value, ast.Name):
+        loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
+        source = next((loop.iter for loop in loops if text_of(loop.target) == value.id), None)
+    name = key_of(source) if source is not None else ""
+    bound = script.outline.lookup(name, event.function) if name else []
+    is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
+    return name.rsplit(".", 1)[-1] if is_list else ""
+
+
+def prepared_if(script: Script, event: Event, owner: str) -> str:
+    """The setting without which nothing passes the optimizer of a step to `accelerator.prepare`; "" if every run does, or may.
+
+    The one call is in an `if` without an `else`, and neither the step nor what creates the optimizer depends on that setting.
+    """
+    outline = script.outline
+    sites = [
+        (call, function) for call, function in outline.calls.get("prepare", ()) if _is_passed(call, event.optimizer)
+    ]
+    bound = outline.lookup(event.optimizer, event.function)
+    if (
+        len(sites) != 1
+        or sites[0][1] is not event.function
+        or not text_of(sites[0][0].func).endswith(f"{owner}.prepare")
+    ):
+        return ""
+    statement = script.statement(sites[0][0])
+    block = outline.parents.get(statement) if statement is not None else None
+    others = [b for b in bound if b.node is not statement]
+    if not isinstance(block, ast.If) or statement not in block.body or block.orelse or len(others) != 1:
+        return ""
+    guards = conditions_of(outline, statement)
+    is_open = conditions_of(outline, others[0].node) == guards[:-1] and not set(guards) & set(event.guards)
+    text = guards[-1].text if guards[-1].is_true else f"not {guards[-1].text}"
+    return text if is_open and not _LAUNCHED.search(text) and is_setting(script, guards[-1], event) else ""
+
+
+def _is_passed(call: ast.Call, optimizer: str) -> bool:
+    return any(key_of(value) == optimizer for value in arguments_of(call))
 
 
 def _owners(script: Script, params: ast.expr | None, function: Function) -> frozenset[str]:

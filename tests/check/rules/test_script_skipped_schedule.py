@@ -1,0 +1,57 @@
+"""HS196 where skipped steps are only counted, and where a flag that is set before the loop advances the schedule per batch."""
+
+import pytest
+
+from check_scripts import findings
+
+LOOP = """\
+import torch
+def train(model, loader, optimizer, scaler, config):
+    scheduler, step_per_batch = build_scheduler(optimizer, config)
+    skipped = 0
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        {test}
+        {advance}
+"""
+
+
+def reported(text):
+    """The lines of HS196."""
+    return [f.line for f in findings(text, "HS196")]
+
+
+@pytest.mark.parametrize(
+    ("test", "advance", "expected"),
+    [
+        ("if scaler.get_scale() < before: skipped += 1", "scheduler.step()", [14]),
+        ("if scaler.get_scale() < before: print('skipped')", "scheduler.step()", [14]),
+        ("skipped += scaler.get_scale() < before", "scheduler.step()", [14]),
+        ("if scaler.get_scale() < before: continue", "scheduler.step()", []),
+        ("is_skipped = scaler.get_scale() < before", "scheduler.step()", [14]),
+        ("is_skipped = scaler.get_scale() < before", "if not is_skipped: scheduler.step()", []),
+        ("is_skipped = scaler.get_scale() < before", "advance(scheduler, is_skipped); scheduler.step()", []),
+        ("if changed(scaler.get_scale(), before): skipped += 1", "scheduler.step()", []),
+    ],
+)
+def test_counting_skipped_steps_does_not_keep_the_schedule(test, advance, expected):
+    """A comparison of the scale matters only if more than a counter or a message depends on it."""
+    assert reported(LOOP.format(test=test, advance=advance)) == expected
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("pass", [14]),
+        ("step_per_batch = loss < 3", []),
+    ],
+)
+def test_a_flag_that_precedes_the_loop_is_a_setting(test, expected):
+    """`step_per_batch`, unpacked before the loop, is the same for each batch unless the loop assigns it."""
+    assert reported(LOOP.format(test=test, advance="if step_per_batch: scheduler.step()")) == expected
