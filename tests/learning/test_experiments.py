@@ -9,7 +9,10 @@ from torch import nn
 
 from halfstep.errors import HalfstepError
 from halfstep.events import logger
+from halfstep.hardware.measure import UNSTEADY, Measured
+from halfstep.hardware.probe import find_gpu
 from halfstep.learning.experiment import EXPERIMENTS, run_experiment
+from halfstep.learning.experiments import speed
 from halfstep.learning.questions import QUESTIONS
 from halfstep.learning.units import UNITS
 
@@ -24,6 +27,24 @@ def test_every_claim_is_true_here(name):
     assert proof.readings
     assert proof.meaning
     assert proof.claim == EXPERIMENTS[name].claim
+
+
+@pytest.mark.parametrize(
+    ("ratios", "spread", "holds"), [([1.5], 0.1, False), ([1.5], 0.9, True), ([1.5, 0.8], 0.1, True)]
+)
+def test_a_busy_machine_contradicts_nothing(ratios, spread, holds, monkeypatch):
+    """An emulated format that is faster than fp32 in every measurement disproves the claim, unless timings vary too much."""
+    results = iter([*ratios, *ratios[-1:] * 3])
+
+    def measure(*_, **__):
+        ratio = next(results)
+        return [Measured("fp32", 10.0, 0.1, 5, 1.0, 256), Measured("bf16", 10 * ratio, spread, 5, ratio, 256)]
+
+    monkeypatch.setattr(speed, "measure_matmuls", measure)
+    monkeypatch.setattr(speed, "probe", lambda: find_gpu("T4"))
+    proof = run_experiment("matmul-speed")
+    assert proof.holds is holds
+    assert ("vary too much" in proof.meaning) is (spread > UNSTEADY)
 
 
 def test_every_experiment_is_used():

@@ -27,7 +27,7 @@ from halfstep.hardware.probe import Hardware
 from halfstep.hardware.tf32 import tf32
 from halfstep.hardware.torch_build import require_torch
 
-__all__ = ["Measured", "confirm", "measure_matmuls"]
+__all__ = ["Measured", "confirm", "is_unsteady", "measure_matmuls"]
 
 SMALLEST = 64  # rows and columns; fp8 products want multiples of 16
 # Large enough to fill the device: 4096 on a GPU, 1024 on a few CPU cores.
@@ -112,17 +112,22 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
     return tuple(results)
 
 
+def is_unsteady(result: Measured, measured: Iterable[Measured]) -> bool:
+    """Whether the timings of a format, or those of fp32, vary too much to say which is faster; a large difference shows anyway."""
+    spread = max(m.spread for m in (result, *measured) if m is result or m.format == "fp32")
+    return spread > UNSTEADY and FAR_SLOWER > result.ratio_to_fp32 > 1 / FAR_SLOWER
+
+
 def confirm(hardware: Hardware, measured: Iterable[Measured]) -> tuple[str, ...]:
     """Compare the table of facts with the measurement; one sentence per format."""
     measured = tuple(measured)
-    unsteady = max((m.spread for m in measured if m.format == "fp32"), default=0.0)
     sentences = []
     for result in measured:
         if result.format == "fp32":
             continue
         support, ratio = hardware.support[result.format], result.ratio_to_fp32
         summary = f"{result.format}: measured at {ratio:.2g}x the speed of fp32, {support!r} in the table"
-        if max(unsteady, result.spread) > UNSTEADY and FAR_SLOWER > ratio > 1 / FAR_SLOWER:
+        if is_unsteady(result, measured):
             sentences.append(
                 f"{summary}: inconclusive, the timings vary too much; repeat it when the machine is less busy."
             )
