@@ -224,3 +224,65 @@ def main():
 def test_states_that_stay_in_memory_need_no_state_of_apex(use, expected):
     """Apex's scale belongs into a file from which another run resumes."""
     assert lines(APEX.format(use=use), "HS173") == expected
+
+
+LIFTED = """\
+import torch
+from transformers import LlavaForConditionalGeneration
+
+def find_projector(model):
+    return model.model.projector
+
+def tune(model, loader):
+    optimizer = torch.optim.AdamW({trained}, lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+def main(path, loader):
+    model = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
+{setup}    tune(model, loader)
+
+main(path, loader)
+"""
+CHOOSE = """\
+    for name, p in model.named_parameters():
+        if "projector" in name:
+            p.requires_grad_(True)
+        else:
+            p.requires_grad_(False)
+"""
+TRAINABLE = "[p for p in model.parameters() if p.requires_grad]"
+PART = "model.projector.parameters()"
+
+
+@pytest.mark.parametrize(
+    ("trained", "setup", "expected"),
+    [
+        (TRAINABLE, CHOOSE, [19]),
+        (TRAINABLE, "    model.projector.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    model.projector.to(torch.float32)\n" + CHOOSE, []),
+        (TRAINABLE, "    part = model.model.projector\n    part.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    projector = find_projector(model)\n    projector.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    model.vision.float()\n" + CHOOSE, [19]),
+        (TRAINABLE, "    model.projector.half()\n" + CHOOSE, [19]),
+        (TRAINABLE, "    copy = model.projector.float()\n" + CHOOSE, [19]),
+        (PART, "", [19]),
+        (PART, "    model.projector.float()\n", []),
+        (PART, "    model.vision.float()\n", [19]),
+        (TRAINABLE, "    model.requires_grad_(False)\n    model.projector.requires_grad_(True)\n", [19]),
+        (
+            TRAINABLE,
+            "    model.requires_grad_(False)\n    model.projector.float()\n    model.projector.requires_grad_(True)\n",
+            [],
+        ),
+    ],
+)
+def test_a_trained_part_may_be_cast_to_float32(trained, setup, expected):
+    """The scaler rejects float16 gradients; the only part of a float16 model that has gradients may be float32."""
+    assert lines(LIFTED.format(trained=trained, setup=setup), "HS160") == expected

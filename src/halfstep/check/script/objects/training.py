@@ -39,6 +39,7 @@ from halfstep.check.script.objects.freezing import (
     is_switched_on,
     keeps_low,
     may_be_frozen,
+    trains_lifted_part,
     trains_part_of,
 )
 from halfstep.check.script.objects.layers import (
@@ -276,7 +277,7 @@ class Training:
         """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
         if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
             return True
-        if may_be_frozen(lineage):
+        if may_be_frozen(lineage) or trains_lifted_part(lineage):
             return True
         outline = self.outline
         is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
