@@ -286,3 +286,40 @@ PART = "model.projector.parameters()"
 def test_a_trained_part_may_be_cast_to_float32(trained, setup, expected):
     """The scaler rejects float16 gradients; the only part of a float16 model that has gradients may be float32."""
     assert lines(LIFTED.format(trained=trained, setup=setup), "HS160") == expected
+
+
+RELOADED = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def tune(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+def main(path, loader):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+{body}
+"""
+RELOAD = 'model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float16)'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f"    tune(model, loader)\n    {RELOAD}\n    score(model)", []),
+        (f"    for part in loader:\n        tune(model, part)\n    {RELOAD}\n    score(model)", []),
+        (f"    {RELOAD}\n    tune(model, loader)", [17]),
+        (f"    tune(model, loader)\n    {RELOAD}\n    tune(model, loader)", [18]),
+        (f"    for part in loader:\n        tune(model, part)\n        {RELOAD}", [19]),
+    ],
+)
+def test_a_model_that_is_loaded_after_training_is_not_trained(body, expected):
+    """A function of the file trains the first model; the one that is loaded below its last call is evaluated."""
+    assert lines(RELOADED.format(body=body), "HS160") == expected

@@ -29,6 +29,7 @@ from halfstep.check.script.objects.expressions import (
     ends_run,
     has_other_option,
     is_adapter_branch,
+    is_below_calls,
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import (
@@ -347,6 +348,8 @@ class Training:
             return False
         if cast.form != "cast" and cast.function is function and cast.node.lineno > by.lineno:
             return False  # another model than the one whose parameters the optimizer has
+        if cast.form != "cast" and is_below_calls(outline, cast.node, cast.function, function):
+            return False  # a model that is loaded after the training, to evaluate it
         # A cast after the training loop is for saving or serving.
         last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last
