@@ -323,3 +323,43 @@ RELOAD = 'model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float1
 def test_a_model_that_is_loaded_after_training_is_not_trained(body, expected):
     """A function of the file trains the first model; the one that is loaded below its last call is evaluated."""
     assert lines(RELOADED.format(body=body), "HS160") == expected
+
+
+MASKED = """\
+import torch
+def contrast(a, b, mask):
+    scores = torch.matmul(a, b.T)
+    scores = scores.masked_fill(mask, -1e9)
+    return torch.nn.functional.cross_entropy(scores, labels)
+def train(model, loader):
+    for x, mask in loader:
+{train}
+        loss.backward()
+def evaluate(model, loader):
+    for x, mask in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            a, b = model(x)
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "more", "count"),
+    [
+        ("        loss = contrast(*model(x), mask)", "", 0),
+        ("        pass", "", 0),
+        ("        with torch.no_grad():\n            loss = contrast(*model(x), mask)", "", 0),
+        (
+            "        with torch.autocast('cuda', dtype=torch.float16):\n            loss = contrast(*model(x), mask)",
+            "",
+            1,
+        ),
+        ("        with amp_context():\n            loss = contrast(*model(x), mask)", "", 1),
+        ("        loss = contrast(*model(x), mask)", "            loss = contrast(a, b, mask)", 1),
+        ("        loss = run(model, x, contrast)", "", 1),
+        ("        loss = contrast(*model(x), mask)", "with torch.autocast('cuda'):\n    train(model, loader)", 1),
+    ],
+)
+def test_a_loss_outside_the_region_is_not_float16(train, more, count):
+    """A mask value overflows where its function runs under autocast, not because another function has a region."""
+    assert len(findings(MASKED.format(train=train, more=more), "HS163")) == count
