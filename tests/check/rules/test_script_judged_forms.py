@@ -363,3 +363,24 @@ def evaluate(model, loader):
 def test_a_loss_outside_the_region_is_not_float16(train, more, count):
     """A mask value overflows where its function runs under autocast, not because another function has a region."""
     assert len(findings(MASKED.format(train=train, more=more), "HS163")) == count
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"), [("1", 0), ("4", 1), ("args.accumulation_steps", 1), ("1 if small else 4", 1)]
+)
+def test_one_micro_batch_is_a_window(steps, count):
+    """A loss that is divided by 1 is stepped on every micro-batch rightly."""
+    text = f"""\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+def train(model, loader, optimizer, args):
+    accumulation_steps = {steps}
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x) / accumulation_steps
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+    assert len(findings(text, "HS181")) == count
