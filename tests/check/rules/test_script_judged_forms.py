@@ -384,3 +384,30 @@ def train(model, loader, optimizer, args):
         optimizer.zero_grad()
 """
     assert len(findings(text, "HS181")) == count
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("model.parameters()", 1),
+        ("group_params(model)", 1),
+        ("unet_adapter.parameters()", 0),
+        ("select_lora_params(model)", 0),
+        ("unet_adapter.parameters() if config.kind == 'b' else select_lora_params(model)", 0),
+        ("unet_adapter.parameters() if config.adapter == 'b' else select_lora_params(model)", 0),
+    ],
+)
+def test_a_function_may_choose_the_parameters_of_adapters(chosen, count):
+    """A function of another file that is named for adapters does not return the model's own weights."""
+    text = f"""\
+import torch
+from project import group_params, load_unet, select_lora_params
+model, unet_adapter = load_unet(path, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW({chosen}, lr=1e-4)
+for x in loader:
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert len(findings(text, "HS151")) == count
