@@ -52,6 +52,7 @@ class AxolotlBf16Weights(AxolotlRule):
         + _TRAIN
         + "bf16: true\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\nfp32_master_weights: true\n",
         _MODEL + "micro_batch_size: 2\nnum_epochs: 1\noptimizer: optimi_adamw\nbf16: true\n",
+        _MODEL.replace("Qwen/Qwen3-1.7B", "") + _TRAIN + "bf16: true\n",
         "base_model: a/b\nmodels:\n  - model: a/b\nmerge_method: slerp\ndtype: bfloat16\n",
     )
     references = (
@@ -67,7 +68,8 @@ class AxolotlBf16Weights(AxolotlRule):
         plain = optimizer is None or str(optimizer).casefold() in PLAIN_OPTIMIZERS
         fsdp = axolotl_fsdp(config)
         master = fsdp == 1 or not is_absent(config, "deepspeed") or not is_absent(config, "fp32_master_weights")
-        if not trains_all_weights(config) or not plain or master:
+        # Without a model nothing is loaded: such a file is completed elsewhere, or rejected.
+        if not trains_all_weights(config) or not plain or master or is_absent(config, "base_model"):
             return
         entry = _bf16_entry(config)
         if entry is None or config.value("fp16") is True:
