@@ -257,8 +257,9 @@ def is_switched_on(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) ->
 def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
     """Whether one of these modules is a part of a model that has the model's own dtype: no layer of it is replaced."""
     for text, function in parts:
-        is_lifted = any(f"{text}.".startswith(f"{part}.") for part in lifted_parts(lineage))
-        if _is_part(lineage, text, function) and not is_lifted and not _has_new_layers(lineage):
+        if not _is_part(lineage, text, function) or _has_new_layers(lineage):
+            continue
+        if not any(f"{text}.".startswith(f"{part}.") for part in lifted_parts(lineage)):
             return True
     return False
 
