@@ -346,6 +346,26 @@ def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, rep
     assert ("HS278" in codes(text)) == reported
 
 
+@pytest.mark.parametrize(
+    ("model", "reported"),
+    [
+        ("meta-llama/Llama-3.1-8B", True),
+        ("Qwen/Qwen3-4B-Base", True),
+        ("models/sft_8b_llama70b_best", True),
+        ("models/llama-8b-of-70b", True),
+        ("org/net-0.5b", True),
+        ("org/net70bis", True),
+        ("meta-llama/Llama-3.1-70B-Instruct", False),
+        ("mistralai/Mixtral-8x7B-v0.1", False),
+        ("org/poro-34b-chat", False),
+    ],
+)
+def test_a_model_that_no_gpu_can_train_alone_is_left_to_the_launcher(model, reported):
+    """bf16 weights, gradients and two moments of 30 billion parameters are 240 GB: DeepSpeed or FSDP has to shard them."""
+    text = f"model_name_or_path: {model}\ntorch_dtype: bfloat16\nbf16: true\n{PADDLE}"
+    assert ("HS278" in codes(text)) == reported
+
+
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "16.5"])
 def test_a_precision_that_is_no_number_of_bits_is_unknown(value):
     """Any number in the file is compared as text; none stops a rule."""

@@ -224,3 +224,190 @@ def main():
 def test_states_that_stay_in_memory_need_no_state_of_apex(use, expected):
     """Apex's scale belongs into a file from which another run resumes."""
     assert lines(APEX.format(use=use), "HS173") == expected
+
+
+LIFTED = """\
+import torch
+from transformers import LlavaForConditionalGeneration
+
+def find_projector(model):
+    return model.model.projector
+
+def tune(model, loader):
+    optimizer = torch.optim.AdamW({trained}, lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+def main(path, loader):
+    model = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
+{setup}    tune(model, loader)
+
+main(path, loader)
+"""
+CHOOSE = """\
+    for name, p in model.named_parameters():
+        if "projector" in name:
+            p.requires_grad_(True)
+        else:
+            p.requires_grad_(False)
+"""
+TRAINABLE = "[p for p in model.parameters() if p.requires_grad]"
+PART = "model.projector.parameters()"
+
+
+@pytest.mark.parametrize(
+    ("trained", "setup", "expected"),
+    [
+        (TRAINABLE, CHOOSE, [19]),
+        (TRAINABLE, "    model.projector.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    model.projector.to(torch.float32)\n" + CHOOSE, []),
+        (TRAINABLE, "    part = model.model.projector\n    part.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    projector = find_projector(model)\n    projector.float()\n" + CHOOSE, []),
+        (TRAINABLE, "    model.vision.float()\n" + CHOOSE, [19]),
+        (TRAINABLE, "    model.projector.half()\n" + CHOOSE, [19]),
+        (TRAINABLE, "    copy = model.projector.float()\n" + CHOOSE, [19]),
+        (PART, "", [19]),
+        (PART, "    model.projector.float()\n", []),
+        (PART, "    model.vision.float()\n", [19]),
+        (TRAINABLE, "    model.requires_grad_(False)\n    model.projector.requires_grad_(True)\n", [19]),
+        (
+            TRAINABLE,
+            "    model.requires_grad_(False)\n    model.projector.float()\n    model.projector.requires_grad_(True)\n",
+            [],
+        ),
+    ],
+)
+def test_a_trained_part_may_be_cast_to_float32(trained, setup, expected):
+    """The scaler rejects float16 gradients; the only part of a float16 model that has gradients may be float32."""
+    assert lines(LIFTED.format(trained=trained, setup=setup), "HS160") == expected
+
+
+RELOADED = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def tune(model, loader):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+def main(path, loader):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+{body}
+"""
+RELOAD = 'model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float16)'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f"    tune(model, loader)\n    {RELOAD}\n    score(model)", []),
+        (f"    for part in loader:\n        tune(model, part)\n    {RELOAD}\n    score(model)", []),
+        (f"    {RELOAD}\n    tune(model, loader)", [17]),
+        (f"    tune(model, loader)\n    {RELOAD}\n    tune(model, loader)", [18]),
+        (f"    for part in loader:\n        tune(model, part)\n        {RELOAD}", [19]),
+    ],
+)
+def test_a_model_that_is_loaded_after_training_is_not_trained(body, expected):
+    """A function of the file trains the first model; the one that is loaded below its last call is evaluated."""
+    assert lines(RELOADED.format(body=body), "HS160") == expected
+
+
+MASKED = """\
+import torch
+def contrast(a, b, mask):
+    scores = torch.matmul(a, b.T)
+    scores = scores.masked_fill(mask, -1e9)
+    return torch.nn.functional.cross_entropy(scores, labels)
+def train(model, loader):
+    for x, mask in loader:
+{train}
+        loss.backward()
+def evaluate(model, loader):
+    for x, mask in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            a, b = model(x)
+{more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "more", "count"),
+    [
+        ("        loss = contrast(*model(x), mask)", "", 0),
+        ("        pass", "", 0),
+        ("        with torch.no_grad():\n            loss = contrast(*model(x), mask)", "", 0),
+        (
+            "        with torch.autocast('cuda', dtype=torch.float16):\n            loss = contrast(*model(x), mask)",
+            "",
+            1,
+        ),
+        ("        with amp_context():\n            loss = contrast(*model(x), mask)", "", 1),
+        ("        loss = contrast(*model(x), mask)", "            loss = contrast(a, b, mask)", 1),
+        ("        loss = run(model, x, contrast)", "", 1),
+        ("        loss = contrast(*model(x), mask)", "with torch.autocast('cuda'):\n    train(model, loader)", 1),
+    ],
+)
+def test_a_loss_outside_the_region_is_not_float16(train, more, count):
+    """A mask value overflows where its function runs under autocast, not because another function has a region."""
+    assert len(findings(MASKED.format(train=train, more=more), "HS163")) == count
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"), [("1", 0), ("4", 1), ("args.accumulation_steps", 1), ("1 if small else 4", 1)]
+)
+def test_one_micro_batch_is_a_window(steps, count):
+    """A loss that is divided by 1 is stepped on every micro-batch rightly."""
+    text = f"""\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+def train(model, loader, optimizer, args):
+    accumulation_steps = {steps}
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x) / accumulation_steps
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+    assert len(findings(text, "HS181")) == count
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        ("model.parameters()", 1),
+        ("group_params(model)", 1),
+        ("unet_adapter.parameters()", 0),
+        ("select_lora_params(model)", 0),
+        ("unet_adapter.parameters() if config.kind == 'b' else select_lora_params(model)", 0),
+        ("unet_adapter.parameters() if config.adapter == 'b' else select_lora_params(model)", 0),
+    ],
+)
+def test_a_function_may_choose_the_parameters_of_adapters(chosen, count):
+    """A function of another file that is named for adapters does not return the model's own weights."""
+    text = f"""\
+import torch
+from project import group_params, load_unet, select_lora_params
+model, unet_adapter = load_unet(path, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW({chosen}, lr=1e-4)
+for x in loader:
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert len(findings(text, "HS151")) == count

@@ -16,7 +16,7 @@ from halfstep.check.config.kind import TUNERS
 from halfstep.check.regex import regex
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items
 
-__all__ = ["axolotl_fsdp", "is_absent", "trained_dtype", "trains_all_weights"]
+__all__ = ["axolotl_fsdp", "is_absent", "needs_sharding", "trained_dtype", "trains_all_weights"]
 
 # Optimizers that update the weights they get and keep no other copy of them, with neither stochastic rounding nor Kahan
 # summation, by the names of transformers and axolotl.
@@ -30,6 +30,10 @@ _NOT_PLAIN = regex(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stag
 _ADAPTER = regex(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
 _SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
 _ENGINE_NAME = regex(r"deepspeed|(?:^|[_-])(?:ds|fsdp|q?lora|peft)(?:[_.-]|$)|zero_?[123]", re.IGNORECASE)  # of a file
+_NAME_KEYS = ("model_name_or_path", "model_id", "model_name", "model", "base_model")
+_SIZE = regex(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)b(?![a-z0-9])", re.IGNORECASE)  # `70B`, `8x7b`
+# bf16 weights, gradients and Adam's two moments are 8 bytes a parameter: 240 GB for 30 billion.
+_MAX_BILLIONS = 30
 # Keys of TRL's ModelConfig next to the dtype, in files whose model is named on the command line.
 _MODEL_KEYS = ("model_name_or_path", "model_id", "model_name", "model_revision", "attn_implementation")
 
@@ -54,6 +58,13 @@ def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
         return 0
     version = config.number("fsdp_version") or config.number("fsdp_config", "fsdp_version")
     return 2 if version == 2 else 1
+
+
+def needs_sharding(config: Config) -> bool:
+    """Whether every size in the model's name is too large for full fine-tuning on one GPU: the launcher adds an engine."""
+    names = [str(config.value(key)) for key in _NAME_KEYS if not is_absent(config, key)]
+    sizes = [float(size) * int(experts or 1) for name in names for experts, size in _SIZE.findall(name)]
+    return bool(sizes) and min(sizes) >= _MAX_BILLIONS
 
 
 def trained_dtype(config: Config) -> Entry | None:

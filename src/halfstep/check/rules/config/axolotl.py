@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.recipes import PLAIN_OPTIMIZERS, axolotl_fsdp, is_absent, trains_all_weights
+from halfstep.check.config.recipes import PLAIN_OPTIMIZERS, axolotl_fsdp, is_absent, needs_sharding, trains_all_weights
 from halfstep.check.finding import Finding
 from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import UNKNOWN, Entry, Scalar
@@ -42,6 +42,9 @@ class AxolotlBf16Weights(AxolotlRule):
         _MODEL + "micro_batch_size: 2\nnum_epochs: 1\noptimizer: adamw_bnb_8bit\nbf16: auto\nload_in_8bit: false\n",
         _MODEL + _TRAIN + "bf16: true\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\n",
         _MODEL + _TRAIN + "bf16: false\nbfloat16: true\n",
+        _MODEL.replace("Qwen3-1.7B", "Qwen2.5-72B")
+        + _TRAIN
+        + "bf16: true\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\n",
     )
     good = (
         _MODEL + _TRAIN + "bf16: true\ndeepspeed: deepspeed_configs/zero1.json\n",
@@ -52,6 +55,8 @@ class AxolotlBf16Weights(AxolotlRule):
         + _TRAIN
         + "bf16: true\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\nfp32_master_weights: true\n",
         _MODEL + "micro_batch_size: 2\nnum_epochs: 1\noptimizer: optimi_adamw\nbf16: true\n",
+        _MODEL.replace("Qwen/Qwen3-1.7B", "") + _TRAIN + "bf16: true\n",
+        _MODEL.replace("Qwen3-1.7B", "Qwen2.5-72B") + _TRAIN + "bf16: true\n",
         "base_model: a/b\nmodels:\n  - model: a/b\nmerge_method: slerp\ndtype: bfloat16\n",
     )
     references = (
@@ -67,7 +72,9 @@ class AxolotlBf16Weights(AxolotlRule):
         plain = optimizer is None or str(optimizer).casefold() in PLAIN_OPTIMIZERS
         fsdp = axolotl_fsdp(config)
         master = fsdp == 1 or not is_absent(config, "deepspeed") or not is_absent(config, "fp32_master_weights")
-        if not trains_all_weights(config) or not plain or master:
+        master = master or (fsdp == 0 and needs_sharding(config))
+        # Without a model nothing is loaded: such a file is completed elsewhere, or rejected.
+        if not trains_all_weights(config) or not plain or master or is_absent(config, "base_model"):
             return
         entry = _bf16_entry(config)
         if entry is None or config.value("fp16") is True:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.overflowing import OVERFLOWING
-from halfstep.check.config.recipes import trained_dtype
+from halfstep.check.config.recipes import needs_sharding, trained_dtype
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
@@ -136,7 +136,7 @@ class Bf16WeightsConfigured(TrainerRule):
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report the dtype in a file of arguments."""
         entry = trained_dtype(config)
-        if entry and config.value(entry.key) in {"bfloat16", "torch.bfloat16", "bf16"}:
+        if entry and config.value(entry.key) in {"bfloat16", "torch.bfloat16", "bf16"} and not needs_sharding(config):
             message = (
                 f"`{entry.key}` loads the model in bf16; unless the launcher adds DeepSpeed or FSDP, the weights are "
                 "trained in bf16 and updates below 1/512 of a weight are lost."

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.lowered import formats_of_tensor
 from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.values import argument, constant, dtypes_of
+from halfstep.check.script.objects.values import argument, autocasts_of, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import base_of, cast_formats
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -31,6 +32,7 @@ with torch.autocast("cuda", dtype=torch.float16):
 
 # Functions that fill a tensor, each with the position of the value among the arguments of the method.
 _FILLS = {"masked_fill": 1, "masked_fill_": 1, "full": 1, "full_like": 1, "new_full": 1, "fill_": 0}
+_CONTEXT = regex(r"cast|amp|ctx|context|precision|accelerat|fabric", re.IGNORECASE)
 _LARGEST = 3.4028234663852886e38  # of float32
 _SINGLE = {"torch.float32", "torch.float"}
 
@@ -133,7 +135,48 @@ def _product_formats(script: Script, node: ast.expr, function: Function, line: i
     is_lowered = is_cast or any("float16" in a.dtypes for a in regions)
     if not is_lowered or not _from_matmul(script, node, function, line):
         return frozenset()
+    if not is_cast and not _may_run_lowered(script, node, function):
+        return frozenset()
     return frozenset({"float16"} if is_cast else ()).union(*(a.dtypes for a in regions))
+
+
+def _may_run_lowered(script: Script, node: ast.AST, function: Function, depth: int = 4) -> bool:
+    """Whether a node may run in an autocast region: it stands in one, or its function is called from one.
+
+    A model runs its methods from elsewhere, and so does whoever receives a function as a value. A function that this file
+    never calls is another file's concern.
+    """
+    outline = script.outline
+    if _may_be_in_region(script, node, function):
+        return True
+    if function is outline.module:
+        return False
+    if function.cls or not depth:
+        return True
+    sites = [s for s in outline.calls.get(function.name, ()) if outline.call_target(s.call, s.function) is function]
+    if outline.loads[function.name] > len(sites):
+        return True  # passed on
+    return any(_may_run_lowered(script, site.call, site.function, depth - 1) for site in sites)
+
+
+def _may_be_in_region(script: Script, node: ast.AST, function: Function) -> bool:
+    """Whether a `with` block or a decorator around a node is an autocast region, or may be one."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and parent is not function.node:
+        if isinstance(parent, (ast.With, ast.AsyncWith)) and any(
+            _may_be_region(script, item.context_expr, function) for item in parent.items
+        ):
+            return True
+        parent = script.outline.parents.get(parent)
+    return any(_may_be_region(script, d, function) for d in getattr(function.node, "decorator_list", ()))
+
+
+def _may_be_region(script: Script, context: ast.expr, function: Function) -> bool:
+    """Whether a context is a region that may be float16; one of another file, `with self.amp_context():`, may be too."""
+    regions = autocasts_of(script.outline, context, function)
+    if regions:
+        return any("float16" in a.dtypes and a.enabled != "no" for a in regions)
+    return bool(_CONTEXT.search(text_of(context)))
 
 
 def _half_classes(script: Script) -> set[str]:

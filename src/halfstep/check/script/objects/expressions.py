@@ -24,6 +24,7 @@ __all__ = [
     "has_other_option",
     "is_adapter_branch",
     "is_after_training",
+    "is_below_calls",
     "models_in",
     "numerator",
     "options_of",
@@ -204,6 +205,20 @@ def is_after_training(outline: Outline, node: ast.Call, function: Function) -> b
         parent = outline.parents.get(parent)
     trains = any(loop.lineno <= line <= (loop.end_lineno or line) for loop in loops for line in lines)
     return bool(lines) and node.lineno > max(lines) and not trains
+
+
+def is_below_calls(outline: Outline, node: ast.AST, scope: Function, callee: Function) -> bool:
+    """Whether a node stands below every call of a function of this file, in the one scope that has any, and in no loop with one."""
+    sites = [s for s in outline.calls.get(callee.name, ()) if outline.call_target(s.call, s.function) is callee]
+    if not sites or outline.loads[callee.name] > len(sites) or any(site.function is not scope for site in sites):
+        return False
+    lines = [site.call.lineno for site in sites]
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(parent, (ast.For, ast.While)) and parent.lineno <= max(lines):
+            return False
+        parent = outline.parents.get(parent)
+    return max(lines) < getattr(node, "lineno", 0)
 
 
 def ends_run(outline: Outline, cast: ast.AST, by: ast.AST, key: str) -> bool:

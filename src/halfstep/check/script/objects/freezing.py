@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import constant, text_of
-from halfstep.check.script.objects.weights import Lineage
+from halfstep.check.script.objects.weights import Lineage, cast_formats
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -19,9 +19,11 @@ __all__ = [
     "freezes",
     "freezing_loops",
     "keeps_low",
+    "lifted_parts",
     "may_be_frozen",
     "restored_layers",
     "restoring_loop",
+    "trains_lifted_part",
     "trains_part_of",
 ]
 
@@ -106,7 +108,8 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     chooses |= "requires_grad_(True)" in text or bool(_CHOOSES.search(text))
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
     whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage, loop)
-    return not chooses or not (later or whole)
+    names = [part.rpartition(".")[2] for part in lifted_parts(lineage)]
+    return not chooses or not (later or whole) or any(name in text for name in names)
 
 
 def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:
@@ -254,11 +257,47 @@ def is_switched_on(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) ->
 def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
     """Whether one of these modules is a part of a model that has the model's own dtype: no layer of it is replaced."""
     for text, function in parts:
-        names = text.split(".")
-        owners = (".".join(names[:count]) for count in range(1, len(names)))
-        if any(lineage.has(owner, function) for owner in owners) and not _has_new_layers(lineage):
+        if not _is_part(lineage, text, function) or _has_new_layers(lineage):
+            continue
+        if not any(f"{text}.".startswith(f"{part}.") for part in lifted_parts(lineage)):
             return True
     return False
+
+
+def lifted_parts(lineage: Lineage) -> list[str]:
+    """The modules of a model that are cast to float32 in place: `model.projector.float()`, also under a name of their own."""
+    outline, parts = lineage.outline, []
+    for call, function in (site for name in ("float", "to") for site in outline.calls.get(name, ())):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        key, parent = key_of(owner) if owner is not None else "", outline.parents.get(call)
+        assigned = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
+        if not key or not (isinstance(parent, ast.Expr) or assigned == key) or lineage.has(key, function):
+            continue
+        if cast_formats(outline, call, function) != {"float32"}:
+            continue
+        path = _full_path(outline, key, function)
+        if _is_part(lineage, path, function) or _is_taken_from(lineage, key, function):
+            parts.append(path)
+    return parts
+
+
+def trains_lifted_part(lineage: Lineage) -> bool:
+    """Whether what an optimizer is given is a module that is cast to float32, perhaps in the function that calls this one."""
+    trained = next(iter(lineage.places), ("", ""))[0].rpartition(".")[2]
+    return bool(trained) and any(part.rpartition(".")[2] == trained for part in lifted_parts(lineage))
+
+
+def _is_part(lineage: Lineage, path: str, function: Function) -> bool:
+    """Whether a path leads to a module of a model: `model.visual.merger`."""
+    names = path.split(".")
+    return any(lineage.has(".".join(names[:count]), function) for count in range(1, len(names)))
+
+
+def _is_taken_from(lineage: Lineage, key: str, function: Function) -> bool:
+    """Whether a variable is what a function returns for a model: `projector = find_projector(model)`."""
+    values = [b.value for b in lineage.outline.bindings.get(key, ()) if b.function is function]
+    calls = [value for value in values if isinstance(value, ast.Call)]
+    return any(lineage.has(key_of(a), function) for call in calls for a in call.args)
 
 
 def may_be_frozen(lineage: Lineage) -> bool:

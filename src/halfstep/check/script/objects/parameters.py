@@ -18,6 +18,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = ["is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
+_ADAPTERS = regex(r"lora|adapter|peft", re.IGNORECASE)
 _MASTERS = regex(
     r"master_?(weight|param|copy|copies|dtype|grad|fp32|model)|fp32_(master|param|copy|copies|weight|group|from)|"
     r"params?_(fp32|master)|FP16_?Optimizer|(?-i:^amp_C$)|kahan|stochastic_?round|^optimi$|AnyPrecision|from_fp16_groups|"
@@ -47,7 +48,7 @@ def owners_of(
             yield from _instances(outline, func.value, function)
             continue
         target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and target is None and _GROUPS.search(text_of(node.func)):
+        if isinstance(node, ast.Call) and target is None and _is_grouping(text_of(node.func)):
             # A function of another file that sorts the parameters into groups, or a method of the model.
             receiver = [func.value] if isinstance(func, ast.Attribute) else []
             yield from ((arg, function) for arg in (*receiver, *node.args) if is_model_name(key_of(arg)))
@@ -68,6 +69,11 @@ def owners_of(
             for value in _extended(outline, node.id, function):
                 yield from owners_of(outline, value, function, depth - 1)
         stack.extend(ast.iter_child_nodes(node))
+
+
+def _is_grouping(name: str) -> bool:
+    """Whether a function of another file is named for a model's parameters, and not for those of its adapters alone."""
+    return bool(_GROUPS.search(name)) and not _ADAPTERS.search(name)
 
 
 def _is_parameter(outline: Outline, call: ast.Call) -> bool:

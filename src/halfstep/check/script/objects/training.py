@@ -29,6 +29,7 @@ from halfstep.check.script.objects.expressions import (
     ends_run,
     has_other_option,
     is_adapter_branch,
+    is_below_calls,
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import (
@@ -39,6 +40,7 @@ from halfstep.check.script.objects.freezing import (
     is_switched_on,
     keeps_low,
     may_be_frozen,
+    trains_lifted_part,
     trains_part_of,
 )
 from halfstep.check.script.objects.layers import (
@@ -276,7 +278,7 @@ class Training:
         """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
         if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
             return True
-        if may_be_frozen(lineage):
+        if may_be_frozen(lineage) or trains_lifted_part(lineage):
             return True
         outline = self.outline
         is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
@@ -346,6 +348,8 @@ class Training:
             return False
         if cast.form != "cast" and cast.function is function and cast.node.lineno > by.lineno:
             return False  # another model than the one whose parameters the optimizer has
+        if cast.form != "cast" and is_below_calls(outline, cast.node, cast.function, function):
+            return False  # a model that is loaded after the training, to evaluate it
         # A cast after the training loop is for saving or serving.
         last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last

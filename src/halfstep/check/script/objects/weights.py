@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.objects.expressions import asks_for_adapters, conditions_of, is_after_training
+from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of, is_after_training
 from halfstep.check.script.objects.formats import (
     AUTO,
     SAME_MODEL,
@@ -372,7 +372,7 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     formats = formats_of(lineage.outline, value, function)
     if last[:1].isupper():
         lineage.casts.append(Cast(call, function, name, formats, "constructor"))
-    elif _FACTORY.search(last):  # of another file, which may keep other weights
+    elif _FACTORY.search(last) and not ADAPTER_FLAG.search(name):  # of another file, which may keep other weights
         lineage.casts.append(Cast(call, function, name, formats | {UNKNOWN}, "factory"))
 
 
