@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -80,6 +81,8 @@ class SchedulerBeforeStep(TraceRule):
         event = trace[index]
         if isinstance(event.node, ast.Call) and text_of(event.node.func).endswith("step_update"):
             return None
+        if isinstance(event.node, ast.Call) and script.outline.call_target(event.node, event.function) is not None:
+            return None  # a class of this file may set the learning rate of the coming step
         if not isinstance(script.statement(event.node), ast.Expr):
             return None  # torch's return nothing; `lr = scheduler.step()` sets the learning rate of the coming step
         if "swa" in event.subject.lower():
@@ -176,7 +179,7 @@ class SchedulerIgnoresSkips(TraceRule):
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(event) or engines_of(script) or _reads_scale(script):
+        if not self._counts(script, event) or engines_of(script) or _reads_scale(script):
             return None
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
@@ -200,13 +203,15 @@ class SchedulerIgnoresSkips(TraceRule):
         )
 
     @staticmethod
-    def _counts(event: Event) -> bool:
+    def _counts(script: Script, event: Event) -> bool:
         """Whether a schedule counts iterations; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
         call = event.node
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
             return True
         values = arguments_of(call)
-        return not values or (len(values) == 1 and bool(_ITERATION.search(key_of(values[0]))))
+        if len(values) != 1:
+            return not values
+        return bool(_ITERATION.search(key_of(values[0]))) or _is_position(script, event, values[0])
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
@@ -219,6 +224,25 @@ class SchedulerIgnoresSkips(TraceRule):
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
         )
+
+
+def _is_position(script: Script, event: Event, value: ast.expr) -> bool:
+    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
+    loop = next(reversed(loops_around(script, event)), None)
+    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
+        return False
+    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
+    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
+    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
+    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
+
+
+def _summands(value: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        yield from _summands(value.left)
+        yield from _summands(value.right)
+    else:
+        yield value
 
 
 def _without_alternatives(trace: Trace, event: Event) -> Event:
