@@ -316,3 +316,36 @@ def test_a_schedule_of_this_file_may_set_the_rate_of_the_coming_step():
     """Before the optimizer step, only a schedule of torch is known to skip its first learning rate."""
     text = OWN.format(count="self.num_steps += 1", also="pass", order=ADVANCE + STEP)
     assert reported(text, "HS195") == []
+
+
+MICRO = """\
+import torch
+{length}
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x) / accumulate
+    loss.backward()
+    if {end}:
+        optimizer.step()
+        optimizer.zero_grad()
+    {advance}
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "end", "advance", "expected"),
+    [
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
+        ("accumulate = 8", "(i + 1) % accumulate == 0 or i + 1 == len(loader)", "scheduler.step()", [10]),
+        ("def run(accumulate: int = 4): pass", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
+        ("p.add_argument('--accumulate', type=int, default=4)", "(i + 1) % args.accumulate == 0", "scheduler.step()", [10]),
+        ("p.add_argument('--accumulate', type=int, default=1)", "(i + 1) % args.accumulate == 0", "scheduler.step()", []),
+        ("from settings import accumulate", "(i + 1) % accumulate == 0", "scheduler.step()", []),  # perhaps 1
+        ("accumulate = 8", "i % accumulate == 0", "scheduler.step()", []),  # the first batch ends a window
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "if (i + 1) % accumulate == 0: scheduler.step()", []),
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "scheduler.step(epoch)", []),
+    ],
+)
+def test_a_schedule_that_advances_on_every_micro_batch(length, end, advance, expected):
+    """Before the first optimizer step it has left its first learning rates, if windows are longer than one batch."""
+    assert reported(MICRO.format(length=length, end=end, advance=advance), "HS195") == expected

@@ -14,7 +14,7 @@ from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import engines_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import formats_of
@@ -44,6 +44,7 @@ _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+_NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
 _ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
 # Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
@@ -99,6 +100,12 @@ class SchedulerBeforeStep(TraceRule):
                 f"`{event.local.subject}.step()` runs at the start of the iteration, before the optimizer steps: the first learning rate is skipped",
                 instead=f"call {event.local.subject}.step() after the optimizer step",
             )
+        if (window := self._in_micro_batch(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.subject}.step()` runs on every micro-batch, and the optimizer first steps when `{window}`: the first learning rates are skipped",
+                instead=f"call {event.local.subject}.step() where the optimizer steps",
+            )
         back = next(earlier(trace, index, *_BACKWARDS, "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
         if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
@@ -111,6 +118,25 @@ class SchedulerBeforeStep(TraceRule):
             f"`{event.subject}.step()` runs before the optimizer step: the first learning rate is skipped",
             instead=f"call {event.subject}.step() after the optimizer step",
         )
+
+    @staticmethod
+    def _in_micro_batch(script: Script, trace: Trace, index: int) -> str | None:
+        """The end of the accumulation window for which each step of the loop waits, and the schedule does not."""
+        event = trace[index]
+        if not event.loops or event.accumulating or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+            return None
+        near = [e for e in trace if e.loops == event.loops and e.function is event.function]
+        steps = [e for e in near if e.kind in {"scaler_step", "opt_step"} and compatible(e, event)]
+        if not steps or any(e.kind in {"owned_step", "handed"} for e in near):
+            return None
+        ends = [
+            next((g for g in e.accumulating if g.is_true and g not in event.guards and "+ 1) %" in g.text), None)
+            for e in steps
+        ]
+        lengths = [length_of(script, guard) if guard is not None else "" for guard in ends]
+        if not all(length and _is_above_one(script, length) for length in lengths):
+            return None
+        return ends[0].text if ends[0] is not None and only_settings(script, event, steps[0]) else None
 
     @staticmethod
     def _opens_iteration(script: Script, trace: Trace, index: int) -> bool:
@@ -148,6 +174,15 @@ class SchedulerBeforeStep(TraceRule):
             and all(n.startswith("torch.optim.") for n in names)
             and only_settings(script, event, trace[step])
         )
+
+
+def _is_above_one(script: Script, length: str) -> bool:
+    """Whether the text names a number above 1 for the length of a window, as its value or as the default of its option, and no 1."""
+    name = _NAMES.findall(length)[-1]
+    option = name.replace("_", "[_-]")
+    value = rf"\b{name}\b['\"]?(?:\]|: ?int)? ?[=:,] ?(\d+)\b(?!\.)|--{option}\b[^\n]*\n?[^\n]*default=(\d+)\b"
+    numbers = {name} if name.isdigit() else {a or b for a, b in re.findall(value, script.source.text)}
+    return bool(numbers) and not numbers & {"0", "1"}
 
 
 class SchedulerIgnoresSkips(TraceRule):
