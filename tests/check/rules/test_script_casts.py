@@ -259,7 +259,12 @@ EACH = "for part in self.manager.parts.values():\n            part.to(self.devic
     [
         (EACH, "self.manager.get_lora_parameters()", "fp16", True),
         (EACH.replace(".values()", ""), "self.manager.trainable_parameters()", "fp16", True),
-        (EACH.replace("part.to(self.device, dtype=self.dtype)", "part.half()"), "self.manager.lora_params()", "fp16", True),
+        (
+            EACH.replace("part.to(self.device, dtype=self.dtype)", "part.half()"),
+            "self.manager.lora_params()",
+            "fp16",
+            True,
+        ),
         (EACH, "self.manager.get_lora_parameters()", "amp", False),  # another value creates the scaler
         (EACH, "self.other.get_lora_parameters()", "fp16", False),
         (EACH, "self.manager.groups()", "fp16", False),

@@ -259,6 +259,8 @@ def test_gradients_that_a_called_function_clears_at_the_end_of_a_window(argument
 
 def test_a_counter_that_the_called_function_advances():
     """The condition of the step is then that of another iteration."""
-    counted = CALLED.replace("(step + 1) %", "self.count %").replace("return loss", "self.count += 1\n        return loss")
+    counted = CALLED.replace("(step + 1) %", "self.count %").replace(
+        "return loss", "self.count += 1\n        return loss"
+    )
     clear = "if self.count % self.accumulate == 0:\n            self.optimizer.zero_grad()"
     assert findings(counted.format(arguments="True", clear=clear, after="pass"), "HS181") == []

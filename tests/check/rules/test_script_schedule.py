@@ -338,8 +338,18 @@ for i, x in enumerate(loader):
         ("accumulate = 8", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
         ("accumulate = 8", "(i + 1) % accumulate == 0 or i + 1 == len(loader)", "scheduler.step()", [10]),
         ("def run(accumulate: int = 4): pass", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
-        ("p.add_argument('--accumulate', type=int, default=4)", "(i + 1) % args.accumulate == 0", "scheduler.step()", [10]),
-        ("p.add_argument('--accumulate', type=int, default=1)", "(i + 1) % args.accumulate == 0", "scheduler.step()", []),
+        (
+            "p.add_argument('--accumulate', type=int, default=4)",
+            "(i + 1) % args.accumulate == 0",
+            "scheduler.step()",
+            [10],
+        ),
+        (
+            "p.add_argument('--accumulate', type=int, default=1)",
+            "(i + 1) % args.accumulate == 0",
+            "scheduler.step()",
+            [],
+        ),
         ("from settings import accumulate", "(i + 1) % accumulate == 0", "scheduler.step()", []),  # perhaps 1
         ("accumulate = 8", "i % accumulate == 0", "scheduler.step()", []),  # the first batch ends a window
         ("accumulate = 8", "(i + 1) % accumulate == 0", "if (i + 1) % accumulate == 0: scheduler.step()", []),

@@ -281,9 +281,7 @@ class AutocastDtype(ScriptRule):
                     f"autocast on {region.device} does not support {region.dtype}: it warns and disables itself",
                     instead="enabled=False, or remove the region",
                 )
-            elif self._without_cuda(script, region) and (
-                script.has("backward") or not in_no_grad(script, region.node)
-            ):
+            elif self._without_cuda(script, region) and (script.has("backward") or not in_no_grad(script, region.node)):
                 yield self.finding(
                     script.where(region.node),
                     f"without CUDA `{text_of(dtype)}` is float32, which autocast does not support there: it warns and disables itself",

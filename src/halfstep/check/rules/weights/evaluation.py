@@ -81,7 +81,7 @@ class EvaluationHalvesModel(ScriptRule):
             yield self.finding(
                 script.where(cast.call),
                 f"this casts `{cast.key}` to {' or '.join(sorted(cast.formats & SIXTEEN_BIT))} in place, and with it `{model}` in training, whose weights "
-                f"{script.at(upcast)} cast to float32: with fp16 the next step raises ValueError: Attempting to unscale FP16 gradients",
+                f"are cast to float32 at {script.at(upcast)}: with fp16 the next step raises ValueError: Attempting to unscale FP16 gradients",
                 instead=f"move `{cast.key}` to the device without a dtype",
             )
         for cast, back in _lowered_for_pipeline(script):

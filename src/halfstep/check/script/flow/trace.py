@@ -129,7 +129,9 @@ def _reduced(guard: Guard, known: dict[str, bool]) -> Guard:
     if len(parts) == 1 or "(" in guard.text or " and " in guard.text:
         return guard
     values = [known.get(part.removeprefix("not ")) for part in parts]
-    is_false = [value is not None and value is part.startswith("not ") for part, value in zip(parts, values, strict=True)]
+    is_false = [
+        value is not None and value is part.startswith("not ") for part, value in zip(parts, values, strict=True)
+    ]
     rest = [part for part, off in zip(parts, is_false, strict=True) if not off]
     return Guard(rest[0], guard.is_true) if len(rest) == 1 and not rest[0].startswith("not ") else guard
 
