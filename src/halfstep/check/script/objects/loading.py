@@ -47,8 +47,10 @@ def _replaces(lineage: Lineage, later: Cast, load: Cast) -> bool:
 
 def is_rebound(lineage: Lineage, load: Cast, owner: ast.expr) -> bool:
     """Whether another load is always assigned to the same variable before the parameters of `owner` are read."""
+    if load.form != "load":
+        return False
     here = conditions_of(lineage.outline, load.node)
-    later = [c for c in lineage.casts if c.form == load.form == "load" and c.function is load.function]
+    later = [c for c in lineage.casts if c.form == "load" and c.function is load.function]
     lines = range(load.node.lineno + 1, getattr(owner, "lineno", 0))
     return any(
         c.key == load.key and c.node.lineno in lines and set(conditions_of(lineage.outline, c.node)) <= set(here)

@@ -207,8 +207,9 @@ class Training:
                 if is_whole and not self._is_spared(lineage):
                     for cast in lasting_casts(lineage):
                         place = (cast.node, cast.dtype)
-                        is_other = scope is cast.function and is_rebound(lineage, cast, owner)
-                        if place not in tied and not is_other and self._reaches(cast, call, function, owner):
+                        if place in tied or (scope is cast.function and is_rebound(lineage, cast, owner)):
+                            continue
+                        if self._reaches(cast, call, function, owner):
                             tied.add(place)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
 
