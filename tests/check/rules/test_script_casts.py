@@ -2,7 +2,7 @@
 
 import pytest
 
-from check_scripts import codes
+from check_scripts import codes, findings
 
 MAIN = """\
 import torch
@@ -219,3 +219,64 @@ for x, y in loader:
 def test_float16_weights_of_an_accelerator(options, cast, expected):
     """An Accelerator without DeepSpeed or FSDP keeps no master weights of a float16 model."""
     assert codes(ACCELERATED.format(options=options, cast=cast)) == expected
+
+
+MANAGED = """\
+import torch
+from adapters import Manager
+class Trainer:
+    def load(self):
+        precision = self.config.mixed_precision.lower()
+        self.dtype = torch.float32
+        if precision == 'fp16':
+            self.dtype = torch.float16
+        elif precision == 'bf16':
+            self.dtype = torch.bfloat16
+    def attach(self):
+        self.manager = Manager(rank=8)
+        {cast}
+    def setup(self):
+        params = {params}
+        self.optimizer = torch.optim.AdamW(params, lr=1e-4)
+        mode = self.config.mixed_precision.lower()
+        self.scaler = None
+        if mode == '{mode}':
+            self.scaler = torch.amp.GradScaler('cuda')
+    def fit(self):
+        for x in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast('cuda', dtype=self.dtype):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+EACH = "for part in self.manager.parts.values():\n            part.to(self.device, dtype=self.dtype)"
+
+
+@pytest.mark.parametrize(
+    ("cast", "params", "mode", "expected"),
+    [
+        (EACH, "self.manager.get_lora_parameters()", "fp16", True),
+        (EACH.replace(".values()", ""), "self.manager.trainable_parameters()", "fp16", True),
+        (
+            EACH.replace("part.to(self.device, dtype=self.dtype)", "part.half()"),
+            "self.manager.lora_params()",
+            "fp16",
+            True,
+        ),
+        (EACH, "self.manager.get_lora_parameters()", "amp", False),  # another value creates the scaler
+        (EACH, "self.other.get_lora_parameters()", "fp16", False),
+        (EACH, "self.manager.groups()", "fp16", False),
+        (EACH.replace("dtype=self.dtype", "dtype=torch.float32"), "self.manager.get_lora_parameters()", "fp16", False),
+        (
+            EACH.replace("part.to", "if part.is_frozen:\n                part.to"),
+            "self.manager.get_lora_parameters()",
+            "fp16",
+            False,
+        ),
+    ],
+)
+def test_modules_of_an_object_that_returns_their_parameters(cast, params, mode, expected):
+    """A loop over the modules of an object casts what the optimizer gets from it; the setting may have other local names."""
+    assert bool(findings(MANAGED.format(cast=cast, params=params, mode=mode), "HS160")) == expected

@@ -447,3 +447,26 @@ def test_entries_of_a_dictionary_of_scalers_are_scalers():
         "    scaler.", '    scalers["g"].'
     )
     assert findings(text, "HS170") == []
+
+
+FINAL = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+optimizer.load_state_dict(torch.load("x")["o"])
+for epoch in range(9):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    {save}
+torch.save({{"m": model.state_dict(), "o": optimizer.state_dict()}}, "final")
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "lines"),
+    [('torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, "last")', [9]), ("print(epoch)", [10])],
+)
+def test_a_final_checkpoint_counts_only_where_no_other_is_written(save, lines):
+    """A script that saves its optimizer during the training and after it is reported at the first."""
+    assert [f.line for f in findings(FINAL.format(save=save), "HS170")] == lines

@@ -219,3 +219,48 @@ for i, x in enumerate(loader):
 def test_a_batch_that_is_skipped_after_the_gradients_were_cleared(first, last, expected):
     """What runs at the start of every iteration clears before each backward, whatever that depends on."""
     assert lines(SKIPPED.format(first=first, last=last), "HS181") == expected
+
+
+CALLED = """\
+import torch
+class Trainer:
+    def train(self):
+        for step, x in enumerate(self.loader):
+            loss = self.run(x, {arguments})
+            if (step + 1) % self.accumulate == 0:
+                self.optimizer.step()
+                {after}
+    def run(self, x, accumulate=False, is_last=True):
+        {clear}
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = self.model(x) / self.accumulate
+        loss.backward()
+        return loss
+"""
+LAST = "is_last=(step + 1) % self.accumulate == 0"
+CLEAR = "if not accumulate or is_last:\n            self.optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "clear", "after", "expected"),
+    [
+        (f"accumulate=True, {LAST}", CLEAR, "self.optimizer.zero_grad()", [11]),
+        (LAST, "if is_last:\n            self.optimizer.zero_grad()", "pass", [11]),
+        (f"accumulate=True, {LAST.replace('(step + 1)', 'step')}", CLEAR, "pass", []),  # at the start of a window
+        (f"accumulate=self.several, {LAST}", CLEAR, "self.optimizer.zero_grad()", []),
+        (f"accumulate=True, {LAST}", "pass", "self.optimizer.zero_grad()", []),
+    ],
+)
+def test_gradients_that_a_called_function_clears_at_the_end_of_a_window(arguments, clear, after, expected):
+    """A condition is reduced by the literals of the call, and the line of the call decides what comes between."""
+    text = CALLED.format(arguments=arguments, clear=clear, after=after)
+    assert [f.line for f in findings(text, "HS181")] == expected
+
+
+def test_a_counter_that_the_called_function_advances():
+    """The condition of the step is then that of another iteration."""
+    counted = CALLED.replace("(step + 1) %", "self.count %").replace(
+        "return loss", "self.count += 1\n        return loss"
+    )
+    clear = "if self.count % self.accumulate == 0:\n            self.optimizer.zero_grad()"
+    assert findings(counted.format(arguments="True", clear=clear, after="pass"), "HS181") == []

@@ -74,6 +74,12 @@ REGION = "import torch\n{flag}\nfor x in loader:\n    with torch.autocast('cuda'
         ("amp = str(cfg.get('precision', 'no')).lower() == 'bf16'", ", enabled=amp", 1),
         ("amp = cfg.precision == 'fp16'", ", enabled=amp", 0),
         ("bf16_layers = 3", ", enabled=args.amp", 0),
+        ("assert cfg.precision in ('no', 'fp16', 'bf16')", ", enabled=cfg.precision != 'no'", 1),
+        ("dtype = torch.bfloat16 if cfg['amp'] == 'bf16' else torch.float32", ", enabled=cfg['amp'] != 'fp32'", 1),
+        ("parser.add_argument('--mixed-precision', choices=['no', 'bf16'])", ", enabled=a.mixed_precision != 'no'", 1),
+        ("parser.add_argument('--mixed-precision', choices=['no', 'fp16'])", ", enabled=a.mixed_precision != 'no'", 0),
+        ("assert cfg.weights in ('no', 'bf16')", ", enabled=cfg.precision != 'no'", 0),  # another setting
+        ("assert cfg.precision in ('fp16', 'bf16')", ", enabled=cfg.device != 'cpu'", 0),
         ("torch.set_autocast_dtype('cuda', torch.bfloat16)", ", enabled=args.bf16", 0),
     ],
 )
@@ -82,3 +88,9 @@ def test_a_region_that_an_option_for_bfloat16_enables_needs_its_dtype(flag, enab
     text = REGION.format(flag=flag, dtype="", enabled=enabled)
     assert len(findings(text, "HS136")) == expected
     assert findings(REGION.format(flag=flag, dtype=", dtype=torch.bfloat16", enabled=enabled), "HS136") == []
+
+
+def test_a_region_of_the_other_branch_is_not_for_bfloat16():
+    """A region that is entered only where the setting is not bf16 needs no dtype."""
+    text = "import torch\nif cfg.amp == 'bf16':\n    run_bf16()\nelif cfg.amp != 'no':\n    with torch.autocast('cuda'):\n        y = model(x)\n"
+    assert findings(text, "HS136") == []

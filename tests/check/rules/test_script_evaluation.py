@@ -120,3 +120,55 @@ def test_the_unwrapped_model_of_a_trainer_is_the_one_in_training(method, cast, l
     """TRL's context returns the module itself: a cast inside it stays after the rollout, and is reported once per function."""
     text = GENERATED.format(base="BaseTrainer", method=method, cast=cast)
     assert [f.line for f in findings(text, "HS137")] == lines
+
+
+SHARED = """\
+import torch
+from diffusers import FluxPipeline
+from diffusers.training_utils import cast_training_params
+def log_validation(pipeline, accelerator, torch_dtype):
+    pipeline = pipeline.to(accelerator.device{dtype})
+    return pipeline("a dog").images
+def main(args, accelerator, transformer, loader, optimizer):
+    dtype = torch.float16 if args.mixed_precision == "fp16" else torch.bfloat16
+    transformer.to(accelerator.device, dtype=dtype)
+    {upcast}
+    for epoch in range(args.epochs):
+        for x in loader:
+            loss = transformer(x).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipeline = FluxPipeline.from_pretrained(args.path, transformer={model}, torch_dtype=dtype)
+        log_validation({passed})
+        {after}
+"""
+UPCAST = "cast_training_params([transformer], dtype=torch.float32)"
+TRAINED = "accelerator.unwrap_model(transformer)"
+PASSED = "pipeline=pipeline, accelerator=accelerator, torch_dtype=dtype"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "upcast", "model", "passed", "after", "expected"),
+    [
+        (", dtype=torch_dtype", UPCAST, TRAINED, PASSED, "pass", [5]),
+        (", dtype=torch_dtype", f"models = [transformer]\n    {UPCAST}", "transformer", PASSED, "pass", [5]),
+        (", dtype=torch_dtype", UPCAST, TRAINED, "pipeline, accelerator, dtype", "pass", [5]),
+        ("", UPCAST, TRAINED, PASSED, "pass", []),
+        (", dtype=torch_dtype", "pass", TRAINED, PASSED, "pass", []),  # the weights have 16 bits already: HS151
+        (", dtype=torch_dtype", UPCAST, "load_again(args.path)", PASSED, "pass", []),
+        (", dtype=torch_dtype", UPCAST, TRAINED, PASSED, UPCAST, []),  # cast back after each validation
+    ],
+)
+def test_a_pipeline_shares_the_model_in_training(dtype, upcast, model, passed, after, expected):
+    """A cast of the pipeline casts the weights that the training has cast to float32."""
+    text = SHARED.format(dtype=dtype, upcast=upcast, model=model, passed=passed, after=after)
+    assert [f.line for f in findings(text, "HS137")] == expected
+
+
+def test_a_pipeline_that_the_loop_casts_itself():
+    """The cast may be in the loop, without a function; after the loop it is for the final images."""
+    inner = SHARED.format(dtype="", upcast=UPCAST, model=TRAINED, passed=PASSED, after="pipeline.to(dtype)")
+    assert [f.line for f in findings(inner, "HS137")] == [19]
+    final = inner.replace("        pipeline.to(dtype)", "    pipeline.to(dtype)")
+    assert findings(final, "HS137") == []

@@ -439,3 +439,13 @@ def test_state_restored_into_a_new_scaler(scaler, expected):
 def test_name_of_amp_without_an_import(text, expected):
     """A name that nothing in a file binds raises NameError; fragments and star imports leave it open."""
     assert lines(text, "HS117") == expected
+
+
+@pytest.mark.parametrize(("train", "expected"), [("loss.backward()", [6]), ("print(loss)", [])])
+def test_float32_on_the_cpu_in_the_validation_of_a_training(train, expected):
+    """The warning comes with every validation of a run; a script that only runs a model on the CPU is left alone."""
+    text = (
+        "import torch\ndtype = torch.bfloat16 if device == 'cuda' else torch.float32\ndef evaluate():\n    with torch.no_grad():\n"
+        f"        for x in loader:\n            with torch.autocast(device, dtype=dtype):\n                y = model(x)\nloss = model(x)\n{train}\n"
+    )
+    assert lines(text, "HS145") == expected

@@ -239,3 +239,123 @@ epoch(model, loader, optimizer, scaler, scheduler, step_on_batch=step_on_batch)
 def test_a_setting_that_chooses_a_schedule_per_batch(decided, expected):
     """A flag named for stepping per batch is a setting, unless the loop assigns it."""
     assert reported(PER_BATCH.format(decided=decided)) == expected
+
+
+POSITION = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+for epoch in range(epochs):
+    start = epoch * len(loader)
+    for i, x in enumerate({batches}):
+        optimizer.zero_grad()
+        with torch.autocast('cuda'):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step({position})
+"""
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"),
+    [
+        ("start + i", [13]),
+        ("epoch * len(loader) + i + 1", [13]),
+        ("epoch + i / len(loader)", []),  # a number of epochs, as CosineAnnealingWarmRestarts expects
+        ("epoch + 1", []),
+        ("i", []),
+    ],
+)
+@pytest.mark.parametrize("batches", ["loader", "tqdm(loader)"])
+def test_a_position_in_iterations_counts_skipped_steps(batches, position, expected):
+    """A schedule that receives the number of the iteration advances with skipped steps; one in epochs does not count them."""
+    assert reported(POSITION.format(batches=batches, position=position)) == expected
+
+
+OWN = """import torch
+class WarmupScheduler:
+    def __init__(self, optimizer, warmup):
+        self.optimizer, self.warmup, self.num_steps = optimizer, warmup, 0
+    def step(self):
+        {count}
+        for group in self.optimizer.param_groups:
+            group['lr'] = self.rate()
+        {also}
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.scaler = torch.amp.GradScaler('cuda')
+        self.scheduler = WarmupScheduler(optimizer, 100)
+    def fit(self):
+        for x in self.loader:
+            self.optimizer.zero_grad()
+            with torch.autocast('cuda'):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+{order}
+"""
+STEP = "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
+ADVANCE = "            self.scheduler.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "also", "expected"),
+    [
+        ("self.num_steps += 1", "pass", [22]),
+        ("pass", "pass", []),  # it may read a counter of applied steps
+        ("self.num_steps += 1", "self.optimizer.step()", []),  # an optimizer with a schedule
+    ],
+)
+def test_a_schedule_of_this_file_counts_skipped_steps_too(count, also, expected):
+    """A schedule that a class of the file defines is one, if it counts its own steps and steps no optimizer."""
+    assert reported(OWN.format(count=count, also=also, order=STEP + ADVANCE)) == expected
+
+
+def test_a_schedule_of_this_file_may_set_the_rate_of_the_coming_step():
+    """Before the optimizer step, only a schedule of torch is known to skip its first learning rate."""
+    text = OWN.format(count="self.num_steps += 1", also="pass", order=ADVANCE + STEP)
+    assert reported(text, "HS195") == []
+
+
+MICRO = """\
+import torch
+{length}
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x) / accumulate
+    loss.backward()
+    if {end}:
+        optimizer.step()
+        optimizer.zero_grad()
+    {advance}
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "end", "advance", "expected"),
+    [
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
+        ("accumulate = 8", "(i + 1) % accumulate == 0 or i + 1 == len(loader)", "scheduler.step()", [10]),
+        ("def run(accumulate: int = 4): pass", "(i + 1) % accumulate == 0", "scheduler.step()", [10]),
+        (
+            "p.add_argument('--accumulate', type=int, default=4)",
+            "(i + 1) % args.accumulate == 0",
+            "scheduler.step()",
+            [10],
+        ),
+        (
+            "p.add_argument('--accumulate', type=int, default=1)",
+            "(i + 1) % args.accumulate == 0",
+            "scheduler.step()",
+            [],
+        ),
+        ("from settings import accumulate", "(i + 1) % accumulate == 0", "scheduler.step()", []),  # perhaps 1
+        ("accumulate = 8", "i % accumulate == 0", "scheduler.step()", []),  # the first batch ends a window
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "if (i + 1) % accumulate == 0: scheduler.step()", []),
+        ("accumulate = 8", "(i + 1) % accumulate == 0", "scheduler.step(epoch)", []),
+    ],
+)
+def test_a_schedule_that_advances_on_every_micro_batch(length, end, advance, expected):
+    """Before the first optimizer step it has left its first learning rates, if windows are longer than one batch."""
+    assert reported(MICRO.format(length=length, end=end, advance=advance), "HS195") == expected

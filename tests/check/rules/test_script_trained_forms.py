@@ -299,3 +299,78 @@ Trainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=dat
 def test_layers_that_are_trained_again_by_name(test, before, after, num):
     """HS277: after a freeze, layers of the loaded model that a loop enables have its 16 bits; added layers do not."""
     assert len(findings(BY_NAME.format(test=test, before=before, after=after), "HS277")) == num
+
+
+PARTLY = """\
+import torch
+from diffusers import UNet2DConditionModel
+class Config{base}:
+    def __init__(self, values):
+        for key, value in values.items():
+            setattr(self, key, value)
+        self.dtype = torch.bfloat16
+def pad(unet):
+    for name, layer in list(unet.named_modules()):
+        setattr(unet, name, wrap(layer, input_dtype=torch.bfloat16))
+def main(values):
+    config = Config(values)
+    unet = UNet2DConditionModel.from_pretrained(config.path, torch_dtype=config.dtype)
+    {test}
+        pad(unet)
+    for name, param in unet.named_parameters():
+        param.requires_grad = True
+        if any(part in name for part in config.excluded):
+            param.requires_grad = False
+    optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad])
+    for x in loader:
+        optimizer.zero_grad()
+        unet(x).mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "expected"),
+    [
+        ("", "if config.pad:", [13]),
+        ("", "if getattr(config, 'PAD', False):", [13]),
+        ("", "if True:", []),  # the layers that are set may be float32
+        ("(torch.nn.Module)", "if config.pad:", []),
+    ],
+)
+def test_attributes_that_are_no_layers(base, test, expected):
+    """`setattr` on settings sets no layer, and one in a function that an option calls sets none without it."""
+    assert [f.line for f in findings(PARTLY.format(base=base, test=test), "HS151")] == expected
+
+
+TWICE = """\
+import torch
+from diffusers import StableDiffusionPipeline
+def main(args, config):
+    if args.cache:
+        pipe = StableDiffusionPipeline.from_single_file(args.path, torch_dtype=torch.bfloat16)
+        cache(pipe.vae)
+    {test}
+        pipe = StableDiffusionPipeline.from_single_file(args.path, torch_dtype={dtype})
+    unet = pipe.unet
+    optimizer = torch.optim.AdamW(unet.parameters())
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = unet(x).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "dtype", "expected"),
+    [
+        ("with quiet():", "torch.float32", []),
+        ("with quiet():", "torch.bfloat16", [8]),
+        ("if not args.cache:", "torch.float32", [5]),
+    ],
+)
+def test_a_load_that_another_one_replaces(test, dtype, expected):
+    """A pipeline that is loaded again before its model is trained is another one, unless the second load may be left out."""
+    assert [f.line for f in findings(TWICE.format(test=test, dtype=dtype), "HS151")] == expected

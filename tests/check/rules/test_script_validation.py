@@ -477,3 +477,40 @@ for x in loader:
 def test_a_rollout_belongs_to_its_training_step(times, last, expected):
     """A loop over a number before a backward is part of the step, a loop over data is not."""
     assert reported(ROLLOUT.format(times=times, last=last)) == expected
+
+
+AUTOENCODER = """\
+import torch
+def evaluate():
+    {model}.eval()
+    with torch.no_grad():
+        for x in valid_loader:
+            {context}
+                latents = {model}.encode(x).latent_dist.mode()
+                losses.append(loss_fn({model}.decode(latents).sample, x))
+scaler = torch.amp.GradScaler('cuda')
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast('cuda', dtype=torch.float16):
+        latents = vae.encode(x).latent_dist.sample()
+        loss = loss_fn(vae.decode(latents).sample, x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+vae.eval()
+evaluate()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "expected"),
+    [
+        ("vae", "if True:", [7]),
+        ("vae", "with torch.autocast('cuda', dtype=torch.float16):", []),
+        ("tokenizer", "if True:", []),  # another model
+    ],
+)
+def test_an_autoencoder_runs_by_encode_and_decode(model, context, expected):
+    """A model without a call of its own is trained and validated by its two halves."""
+    text = AUTOENCODER.format(model=model, context=context)
+    assert [f.line for f in findings(text, "HS149")] == expected

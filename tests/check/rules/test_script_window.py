@@ -183,3 +183,24 @@ def test_an_update_in_a_handler(leave, expected):
     text += f"    except RuntimeError:\n        optimizer.zero_grad()\n        scaler.update()\n        {leave}\n"
     text += "    scaler.step(optimizer)\n    scaler.update()\n"
     assert [code[:5] for code in codes(text) if code.startswith("HS108")] == expected
+
+
+EACH = HEAD + (
+    "for i, x in enumerate(loader):\n    scaler.scale(model(x)).backward()\n    for k, optimizer in enumerate(optimizers):\n"
+    "        if {test}:\n            scaler.step(optimizer)\n            scaler.update()\n            optimizer.zero_grad()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("i % optimizer.interval == 0", True),
+        ("(i + 1) % optimizer.interval == 0", True),
+        ("i % len(optimizers) == k", False),  # one of them in each iteration
+        ("optimizer is chosen", False),
+        ("i % optimizer.interval == k", False),
+    ],
+)
+def test_an_update_after_each_optimizer_whose_own_window_ends(test, expected):
+    """Optimizers with an interval each may step in one iteration, unlike those that take turns."""
+    assert any(code.startswith("HS108") for code in codes(EACH.format(test=test))) == expected

@@ -172,13 +172,12 @@ class ScalerNotSaved(ScriptRule):
             if _is_of_tpu(script, event):
                 continue
             scaler = _stepped_with(script, event, steps)
-            if (
-                scaler
-                and entry_of(script.outline, event.node) is not None
-                and not _has_owner(script, event, scaler, steps)
-            ):
+            is_entry = entry_of(script.outline, event.node) is not None
+            if scaler and is_entry and not _has_owner(script, event, scaler, steps):
                 saved.setdefault(_place(script, event), (event, scaler, _purpose(script, event)))
         resumed = [s for s in saved.items() if s[1][2] == "resumed"]
+        # A run resumes from what is written during the training, seldom from what is saved once after it.
+        resumed = [s for s in resumed if not _is_final(s[1][0])] or resumed
         # Only resuming needs an optimizer. Where nothing here restores one, a single advice is enough, at a checkpoint that is written regularly.
         others = sorted((s for s in saved.items() if s[1][2] != "final"), key=lambda s: s[1][2] != "unknown")
         for place, (event, scaler, _) in resumed or others[:1]:
@@ -199,10 +198,8 @@ class ScalerNotSaved(ScriptRule):
         owner = scaling_accelerator(script) if script.has("load_optimizer") and script.has("owned_backward") else None
         for event in _once(script.events("save_optimizer")) if owner is not None else ():
             if owner is not None and entry_of(script.outline, event.node) is not None:
-                scaler, condition = (
-                    f"{owner.key}.scaler",
-                    "" if owner.precision == "fp16" else "with mixed_precision='fp16' ",
-                )
+                scaler = f"{owner.key}.scaler"
+                condition = "" if owner.precision == "fp16" else "with mixed_precision='fp16' "
                 yield self.finding(
                     script.where(_place(script, event)),
                     f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}a resumed run restarts at the initial scale",
@@ -245,10 +242,15 @@ def _purpose(script: Script, event: Event) -> str:
     """What a checkpoint with an optimizer is for: resumed in this file, final, the best so far, or unknown."""
     if script.has("load_optimizer") or any(True for _ in _spread(script, "load", "restore", "resume")):
         return "resumed"
-    if not event.loops and not saves(event.function.name):
-        return "final"  # after training
+    if _is_final(event):
+        return "final"
     best = any(_BEST.search(text) and " or " not in text and not _PAST_END.search(text) for text, _ in event.guards)
     return "best" if best else "unknown"
+
+
+def _is_final(event: Event) -> bool:
+    """Whether an optimizer is saved once, after the training."""
+    return not event.loops and not saves(event.function.name)
 
 
 def _names_scaler(script: Script) -> bool:

@@ -335,10 +335,15 @@ def _is_trial(script: Script, event: Event) -> bool:
 
 def _is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
     """Whether a variable of a condition changes between two events, so that the same text is true in another iteration."""
-    first, last = (getattr(e.node, "lineno", 0) for e in (event, step))
-    stored = (n for n in ast.walk(event.function.node) if isinstance(getattr(n, "ctx", None), ast.Store))
-    names = {key_of(n) for n in stored if first <= getattr(n, "lineno", 0) <= last}
-    return event.function is not step.function or bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
+    depth, is_called = len(step.roots), len(event.roots) > len(step.roots)
+    if event.roots[:depth] != step.roots or (event.function is not step.function and not is_called):
+        return True
+    # What a function that the one with the step calls may do at any of its lines happens at the line of that call.
+    first, last = (getattr(node, "lineno", 0) for node in (event.roots[depth] if is_called else event.node, step.node))
+    stored = [n for n in ast.walk(step.function.node) if first <= getattr(n, "lineno", 0) <= last]
+    stored += ast.walk(event.function.node) if is_called else ()
+    names = {key_of(n) for n in stored if isinstance(getattr(n, "ctx", None), ast.Store)}
+    return bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
 
 
 def _cleared(event: Event) -> str:

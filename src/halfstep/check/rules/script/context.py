@@ -18,8 +18,9 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import is_float32_on_cpu
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, text_of
+from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -60,6 +61,9 @@ for x, y in loader:
 _BF16 = regex(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
 _COMPARED = regex(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
 _ON_DEVICE = regex(r"[\w.]+ == ['\"](cuda|cpu)['\"]$|[\w.]+\.is_cuda$")
+_UNLESS_OFF = regex(r"([\w.\[\]'\"]+) != ['\"](no|none|off|fp32|float32|32)['\"]", re.IGNORECASE)
+_NAME = regex(r"\w+")
+_NAMES_BF16 = {"bf16", "bfloat16", "bf16-mixed", "bf16_mixed"}
 _ONLY_FLOAT16 = regex(r"\(?([\w.]+) == ['\"](?:float16|fp16)['\"]\)?")
 _SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
 
@@ -137,7 +141,22 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
             return plain
         if _COMPARED.match(text):
             return text
+        if (match := _UNLESS_OFF.fullmatch(text)) and not any(map(_COMPARED.match, excluded)):
+            setting = match[1]
+            if named := _NAMES_BF16 & _values_of(script, setting):
+                return f"{setting} == '{named.pop()}'"
     return ""
+
+
+def _values_of(script: Script, setting: str) -> set[object]:
+    """The strings that a file compares a setting with, and the choices of its option on the command line."""
+    name = _NAME.findall(setting)[-1]
+    compared = [n for n in ast.walk(script.tree) if isinstance(n, ast.Compare)]
+    parts: list[ast.AST] = [n for n in compared if _NAME.findall(key_of(n.left))[-1:] == [name]]
+    for call, _ in script.outline.calls.get("add_argument", ()):
+        if any(str(constant(flag)).lstrip("-").replace("-", "_") == name for flag in call.args):
+            parts += [k.value for k in call.keywords if k.arg == "choices"]
+    return {c.value for part in parts for c in ast.walk(part) if isinstance(c, ast.Constant)}
 
 
 def _excluded_formats(script: Script) -> Iterator[str]:
@@ -262,7 +281,7 @@ class AutocastDtype(ScriptRule):
                     f"autocast on {region.device} does not support {region.dtype}: it warns and disables itself",
                     instead="enabled=False, or remove the region",
                 )
-            elif self._without_cuda(script, region) and not in_no_grad(script, region.node):
+            elif self._without_cuda(script, region) and (script.has("backward") or not in_no_grad(script, region.node)):
                 yield self.finding(
                     script.where(region.node),
                     f"without CUDA `{text_of(dtype)}` is float32, which autocast does not support there: it warns and disables itself",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -13,7 +14,7 @@ from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import engines_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import formats_of
@@ -44,6 +45,7 @@ _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|glob
 _TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 _PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+_NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
 _ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
 # Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
@@ -81,6 +83,8 @@ class SchedulerBeforeStep(TraceRule):
         event = trace[index]
         if isinstance(event.node, ast.Call) and text_of(event.node.func).endswith("step_update"):
             return None
+        if isinstance(event.node, ast.Call) and script.outline.call_target(event.node, event.function) is not None:
+            return None  # a class of this file may set the learning rate of the coming step
         if not isinstance(script.statement(event.node), ast.Expr):
             return None  # torch's return nothing; `lr = scheduler.step()` sets the learning rate of the coming step
         if "swa" in event.subject.lower():
@@ -97,6 +101,12 @@ class SchedulerBeforeStep(TraceRule):
                 f"`{event.local.subject}.step()` runs at the start of the iteration, before the optimizer steps: the first learning rate is skipped",
                 instead=f"call {event.local.subject}.step() after the optimizer step",
             )
+        if (window := self._in_micro_batch(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.subject}.step()` runs on every micro-batch, and the optimizer first steps when `{window}`: the first learning rates are skipped",
+                instead=f"call {event.local.subject}.step() where the optimizer steps",
+            )
         back = next(earlier(trace, index, *_BACKWARDS, "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
         if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
@@ -109,6 +119,25 @@ class SchedulerBeforeStep(TraceRule):
             f"`{event.subject}.step()` runs before the optimizer step: the first learning rate is skipped",
             instead=f"call {event.subject}.step() after the optimizer step",
         )
+
+    @staticmethod
+    def _in_micro_batch(script: Script, trace: Trace, index: int) -> str | None:
+        """The end of the accumulation window for which each step of the loop waits, and the schedule does not."""
+        event = trace[index]
+        if not event.loops or event.accumulating or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+            return None
+        near = [e for e in trace if e.loops == event.loops and e.function is event.function]
+        steps = [e for e in near if e.kind in {"scaler_step", "opt_step"} and compatible(e, event)]
+        if not steps or any(e.kind in {"owned_step", "handed"} for e in near):
+            return None
+        ends = [
+            next((g for g in e.accumulating if g.is_true and g not in event.guards and "+ 1) %" in g.text), None)
+            for e in steps
+        ]
+        lengths = [length_of(script, guard) if guard is not None else "" for guard in ends]
+        if not all(length and _is_above_one(script, length) for length in lengths):
+            return None
+        return ends[0].text if ends[0] is not None and only_settings(script, event, steps[0]) else None
 
     @staticmethod
     def _opens_iteration(script: Script, trace: Trace, index: int) -> bool:
@@ -148,6 +177,15 @@ class SchedulerBeforeStep(TraceRule):
         )
 
 
+def _is_above_one(script: Script, length: str) -> bool:
+    """Whether the text names a number above 1 for the length of a window, as its value or as the default of its option, and no 1."""
+    name = _NAMES.findall(length)[-1]
+    option = name.replace("_", "[_-]")
+    value = rf"\b{name}\b['\"]?(?:\]|: ?int)? ?[=:,] ?(\d+)\b(?!\.)|--{option}\b[^\n]*\n?[^\n]*default=(\d+)\b"
+    numbers = {name} if name.isdigit() else {a or b for a, b in re.findall(value, script.source.text)}
+    return bool(numbers) and not numbers & {"0", "1"}
+
+
 class SchedulerIgnoresSkips(TraceRule):
     """The learning-rate schedule advances when the scaler skips the step."""
 
@@ -177,7 +215,7 @@ class SchedulerIgnoresSkips(TraceRule):
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(event) or engines_of(script) or _reads_scale(script):
+        if not self._counts(script, event) or engines_of(script) or _reads_scale(script):
             return None
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
@@ -201,13 +239,15 @@ class SchedulerIgnoresSkips(TraceRule):
         )
 
     @staticmethod
-    def _counts(event: Event) -> bool:
+    def _counts(script: Script, event: Event) -> bool:
         """Whether a schedule counts iterations; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
         call = event.node
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
             return True
         values = arguments_of(call)
-        return not values or (len(values) == 1 and bool(_ITERATION.search(key_of(values[0]))))
+        if len(values) != 1:
+            return not values
+        return bool(_ITERATION.search(key_of(values[0]))) or _is_position(script, event, values[0])
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
@@ -220,6 +260,25 @@ class SchedulerIgnoresSkips(TraceRule):
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
         )
+
+
+def _is_position(script: Script, event: Event, value: ast.expr) -> bool:
+    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
+    loop = next(reversed(loops_around(script, event)), None)
+    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
+        return False
+    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
+    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
+    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
+    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
+
+
+def _summands(value: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        yield from _summands(value.left)
+        yield from _summands(value.right)
+    else:
+        yield value
 
 
 def _without_alternatives(trace: Trace, event: Event) -> Event:

@@ -338,10 +338,9 @@ class UpdateBeforeStep(TraceRule):
         steps = [e for e in inside if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
         if any(e.kind in {"backward", "owned_backward", "scale", "autograd_grad", "handed"} for e in inside):
             return None
-        # `if index != chosen: continue` steps one of them.
-        names = {
-            word for text in (event.local.scaler, *(g.text for g in event.guards)) for word in re.findall(r"\w+", text)
-        }
+        # `if index != chosen: continue` steps one of them; `% optimizer.interval` may end the windows of several at once.
+        tests = [re.sub(r"% \w+\.\w+ == 0", "", g.text) for g in event.guards]
+        names = {word for text in (event.local.scaler, *tests) for word in re.findall(r"\w+", text)}
         if names & targets or not any(set(re.findall(r"\w+", e.local.optimizer)) & targets for e in steps):
             return None
         backs = [

@@ -16,14 +16,16 @@ from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switch
 from halfstep.check.script.objects.adapters import adapted_casts
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
+from halfstep.check.script.objects.layers import managed_casts
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import casts_in, conditions_of
+from halfstep.check.script.objects.weights import Lineage, casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.settled import setting_name
 
 __all__ = ["RULES", "trained_casts"]
 
@@ -122,7 +124,7 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
 def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) -> bool:
     """Whether an active scaler steps the optimizer of a tie whenever its weights are cast, and its dtype is chosen so."""
     names = optimizer_names(script, tie.by)
-    conditions = _options((*conditions_of(script.outline, tie.cast.node), *chosen))
+    conditions = _options(_of_settings(script, (*conditions_of(script.outline, tie.cast.node), *chosen)))
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
@@ -133,7 +135,7 @@ def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) 
         parts = [
             Guard(part, True) for g in created if g.is_true and " or " not in g.text for part in g.text.split(" and ")
         ]
-        around = _options((*step.guards, *flags, *created, *parts))
+        around = _options(_of_settings(script, (*step.guards, *flags, *created, *parts)))
         # A condition that is not about precision, `if pretrained:`, leaves a run in which both happen.
         if scalers and all(s.enabled == "yes" for s in scalers) and not any(map(is_amp, (*step.guards, *created))):
             missing = [g for g in conditions - around if g.opposite in around or _NO_TRAINING.search(g.text)]
@@ -147,6 +149,15 @@ def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) 
 def _is_excluded(guard: Guard, around: set[Guard]) -> bool:
     """Whether conditions around a step rule out another one, or may: an option of a device or of inference."""
     return Guard(guard.text, not guard.is_true) in around or bool(_OTHER_RUNS.search(guard.text))
+
+
+def _of_settings(script: Script, guards: Iterable[Guard]) -> Iterator[Guard]:
+    """Conditions on settings: `mode == "fp16"` after `mode = cfg.precision.lower()` as `precision == "fp16"`."""
+    for text, is_true in guards:
+        name, separator, value = text.partition(" == ")
+        bound = script.outline.bindings.get(name, ()) if separator and name.isidentifier() else ()
+        names = {setting_name(b.value) if b.value is not None and b.index is None else "" for b in bound}
+        yield Guard(f"{names.pop() or name} == {value}" if len(names) == 1 else text, is_true)
 
 
 def _options(guards: Iterable[Guard]) -> set[Guard]:
@@ -196,7 +207,7 @@ class HalfModelWithScaler(ScriptRule):
                 f"`{event.subject}` is cast to float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                 instead=f"keep `{event.subject}` in float32 and let autocast cast",
             )
-        for tie in script.training.by_optimizers:
+        for tie in (*script.training.by_optimizers, *_managed_ties(script)):
             cast = tie.cast
             if (
                 cast.formats == {"float16"}
@@ -217,6 +228,7 @@ class HalfModelWithScaler(ScriptRule):
             elif "float16" in cast.formats and script.where(cast.node).line not in reported:
                 ways = [guards for guards in float16_ways(script.outline, cast) if _scaler_steps(script, tie, guards)]
                 if ways:
+                    reported.add(script.where(cast.node).line)
                     yield self.finding(
                         script.where(cast.node),
                         f"{condition_text(ways[0])}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
@@ -237,6 +249,13 @@ class HalfModelWithScaler(ScriptRule):
                     "the weights created after this line are float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead="keep the default dtype at float32 and let autocast cast",
                 )
+
+
+def _managed_ties(script: Script) -> Iterator[Trained]:
+    """Modules of an object that returns parameters of them, and the optimizer of these."""
+    optimizers = script.training.optimizers if script.has("scaler_step") else ()
+    for cast, by, function in managed_casts(script.outline, casts_in(script.outline), optimizers):
+        yield Trained(cast, by, function, Lineage(script.outline))
 
 
 def _enabling_test(script: Script, tie: Trained) -> str:

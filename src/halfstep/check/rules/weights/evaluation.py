@@ -13,7 +13,7 @@ from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.expressions import arguments_of, options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -63,7 +63,10 @@ class EvaluationHalvesModel(ScriptRule):
         _ENGINE.format(half="model = copy.deepcopy(model).half()", restore=""),
         _ENGINE.format(half="state = model.state_dict()", restore=""),
     )
-    references = ("https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.half",)
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.half",
+        "https://github.com/huggingface/diffusers/pull/13895",
+    )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """In-place casts, in an evaluation, of the model that the file trains."""
@@ -80,6 +83,13 @@ class EvaluationHalvesModel(ScriptRule):
             low = cast.formats & SIXTEEN_BIT
             if low and _is_trained(script, cast, trains):
                 yield self._report(script, cast, " or ".join(sorted(low)), _cast_back(cast, casts))
+        for cast, model, upcast in _shared_with_pipeline(script):
+            yield self.finding(
+                script.where(cast.call),
+                f"this casts `{cast.key}` to {' or '.join(sorted(cast.formats & SIXTEEN_BIT))} in place, and with it `{model}` in training, whose weights "
+                f"are cast to float32 at {script.at(upcast)}: with fp16 the next step raises ValueError: Attempting to unscale FP16 gradients",
+                instead=f"move `{cast.key}` to the device without a dtype",
+            )
         for cast, back in _lowered_for_pipeline(script):
             if not cast.formats & SIXTEEN_BIT or not _is_trained(script, cast, trains):
                 yield self._report(script, cast, "another dtype", back)
@@ -139,6 +149,59 @@ def _lowered_for_pipeline(script: Script) -> Iterator[tuple[VariableCast, ast.Ca
             if _PIPELINE.search(key) and any("dtype" in text_of(value) for value in arguments_of(call)):
                 yield VariableCast(call, function, key, cast_formats(outline, call, function)), back
                 break
+
+
+def _shared_with_pipeline(script: Script) -> Iterator[tuple[VariableCast, str, ast.Call]]:
+    """Casts of a pipeline that a training loop creates from its own model, after `cast_training_params` of that model.
+
+    The pipeline has the module itself. Each comes with the model and that call.
+    """
+    outline = script.outline
+    upcasts = [site for site in outline.calls.get("cast_training_params", ()) if not _is_evaluation(site.function)]
+    reported: set[ast.Call] = set()
+    for cast in casts_in(outline) if upcasts else ():
+        is_restored = any(site.function is cast.function for site in outline.calls["cast_training_params"])
+        if not cast.formats & SIXTEEN_BIT or (is_restored and _is_evaluation(cast.function)):
+            continue
+        for place, caller, key in _places_of(script, cast):
+            loop = next((n for n in script.above(place) if isinstance(n, (ast.For, ast.While))), None)
+            own = [u for u, function in upcasts if function is caller]
+            if loop is None or not own or any(n in own for n in ast.walk(loop)):
+                continue  # after the training, or the weights are cast back in the loop
+            bound = [b for b in outline.bindings.get(key, ()) if any(n is b.node for n in ast.walk(loop))]
+            for model in (m for b in bound if isinstance(b.value, ast.Call) for m in _components(b.value)):
+                upcast = next((u for u in own if model in _upcast_models(script, u, caller)), None)
+                if upcast is not None and cast.call not in reported:
+                    reported.add(cast.call)
+                    yield cast, model, upcast
+
+
+def _places_of(script: Script, cast: VariableCast) -> Iterator[tuple[ast.Call, Function, str]]:
+    """Where a cast happens, with the name of what is cast there: at itself, or at the calls that pass the parameter that it casts."""
+    if cast.key not in cast.function.params:
+        yield cast.call, cast.function, cast.key
+        return
+    for call, caller in script.outline.calls.get(cast.function.name, ()):
+        if script.outline.call_target(call, caller) is cast.function:
+            yield call, caller, key_of(argument(call, cast.function.params.index(cast.key), cast.key))
+
+
+def _components(pipeline: ast.Call) -> Iterator[str]:
+    """The models that a call which creates a pipeline receives by name: `unet=unwrap_model(unet)`."""
+    for keyword in pipeline.keywords if "Pipeline" in text_of(pipeline.func) else ():
+        value = keyword.value
+        is_unwrapped = isinstance(value, ast.Call) and "unwrap" in text_of(value.func) and len(value.args) == 1
+        key = key_of(value.args[0] if isinstance(value, ast.Call) and is_unwrapped else value)
+        if keyword.arg and key:
+            yield key
+
+
+def _upcast_models(script: Script, upcast: ast.Call, function: Function) -> set[str]:
+    """The models of `cast_training_params([unet], dtype=torch.float32)`, also through a list in a variable."""
+    first = argument(upcast, 0, "model")
+    values = [first, *(script.outline.values(key_of(first), function) if key_of(first) else ())]
+    lists = [v.elts for v in values if isinstance(v, (ast.List, ast.Tuple))]
+    return {key_of(first), *(key_of(element) for elements in lists for element in elements)} - {""}
 
 
 def _unwrapped_for_generation(script: Script) -> Iterator[VariableCast]:

@@ -186,6 +186,11 @@ class _Walk:
             for target, chosen in targets:
                 self.jump(call, target, (*under, *chosen), loops, regions)
             if targets:
+                if self.advances_schedule(call, [target for target, _ in targets]):
+                    key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+                    self.items.append(
+                        Event("sched_step", call, self.function, "", "", key, "no", under, loops, regions)
+                    )
                 continue
             if options := self.outline.chosen_targets(call, self.function):
                 for option, tests in options:
@@ -215,6 +220,18 @@ class _Walk:
                     regions,
                 )
                 self.items.append(event)
+
+    def advances_schedule(self, call: ast.Call, targets: list[Function]) -> bool:
+        """Whether a call runs the `step` of a schedule that a class of this file defines: it counts, and steps nothing itself."""
+        func = call.func
+        if not isinstance(func, ast.Attribute) or func.attr != "step" or len(targets) != 1:
+            return False
+        if self.recogniser.kind_of(key_of(func.value), self.function) != "scheduler":
+            return False
+        nodes = list(ast.walk(targets[0].node))
+        steps = [n for n in nodes if isinstance(n, ast.Call) and text_of(n.func).endswith(".step")]
+        counts = [n for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)]
+        return not steps and any(key_of(n.target).startswith("self.") for n in counts)
 
     def jump(
         self,

@@ -40,7 +40,7 @@ _MODEL = regex(
 )
 _FORWARD = regex(
     r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step|"
-    r"generate|predict(_(?!step$|proba$)\w+)?|encode_(image|text))$"
+    r"generate|predict(_(?!step$|proba$)\w+)?|encode(_(image|text))?|decode)$"
 )
 _LOSS = regex(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = regex(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)

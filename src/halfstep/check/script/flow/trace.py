@@ -85,9 +85,10 @@ class _Follow:
         for item in self.flows[function]:
             if len(self.events) >= MAX_EVENTS or self.copies >= MAX_CALLS:
                 return
-            if any(known.get(text, is_true) != is_true for text, is_true in item.guards):
+            tests = tuple(_reduced(g, known) for g in item.guards) if known else item.guards
+            if any(known.get(text, is_true) != is_true for text, is_true in tests):
                 continue  # the caller's literal rules it out
-            open_guards = tuple(g for g in item.guards if g.text not in known)
+            open_guards = tuple(g for g in tests if g.text not in known)
             own_guards = tuple(_rename_guards(open_guards, renamed, function, local))
             if guards and own_guards and not possible(guards, own_guards):
                 continue  # the caller's conditions rule it out
@@ -120,6 +121,19 @@ class _Follow:
                     (*roots, item.call),
                     (*path, item.target),
                 )
+
+
+def _reduced(guard: Guard, known: dict[str, bool]) -> Guard:
+    """A condition without the parts that literals make false: `is_last` of `not accumulate or is_last` for accumulate=True."""
+    parts = guard.text.split(" or ")
+    if len(parts) == 1 or "(" in guard.text or " and " in guard.text:
+        return guard
+    values = [known.get(part.removeprefix("not ")) for part in parts]
+    is_false = [
+        value is not None and value is part.startswith("not ") for part, value in zip(parts, values, strict=True)
+    ]
+    rest = [part for part, off in zip(parts, is_false, strict=True) if not off]
+    return Guard(rest[0], guard.is_true) if len(rest) == 1 and not rest[0].startswith("not ") else guard
 
 
 def _rename(key: str, renamed: dict[str, str]) -> str:

@@ -54,6 +54,10 @@ _LIFTS = regex(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
 _OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
+# An option, by the form of its test: `args.pad`, `cfg["pad"]`, `getattr(config, "PAD", False)`.
+_OPTION = regex(
+    r"^(getattr\(\w*(args|cfg|config|opts?), '\w+', False\)|(\w+\.)*(args|cfg|config|opts?)(\.\w+|\['\w+'\]))$"
+)
 SWITCHES = regex(
     r"requires_?grad|toggle|trainable", re.IGNORECASE
 )  # a function that freezes a model or trains it again
@@ -311,6 +315,20 @@ def may_be_frozen(lineage: Lineage) -> bool:
     return any(lineage.has(key_of(a), function) for call, function in foreign for a in call.args)
 
 
+def _is_aside(lineage: Lineage, call: ast.Call, function: Function, where: ast.AST | None) -> bool:
+    """Whether `setattr` sets no layer in some run: of an object that is no module, or in a function that only an option calls."""
+    outline = lineage.outline
+    is_plain = function.cls in outline.classes and not outline.bases.get(function.cls)
+    if is_plain and key_of(call.args[0]) == "self" and all(scope != function.cls for _, scope in lineage.places):
+        return True
+    sites = (
+        [site for site in outline.calls.get(function.name, ()) if site.call is not call] if where is not None else []
+    )
+    here = conditions_of(outline, where) if where is not None else ()
+    own = [set(conditions_of(outline, site.call)) - set(here) for site in sites]
+    return bool(own) and all(any(_OPTION.search(guard.text) for guard in guards) for guards in own)
+
+
 def _has_new_layers(lineage: Lineage, where: ast.AST | None = None) -> bool:
     """Whether a layer of the model is assigned: `model.head = nn.Linear(...)` is created in float32.
 
@@ -323,7 +341,9 @@ def _has_new_layers(lineage: Lineage, where: ast.AST | None = None) -> bool:
                 return True
     if any(name in outline.calls for name in ("add_module", "register_module", "set_submodule")):
         return True
-    calls = [(call, function) for call, function in outline.calls.get("setattr", ()) if len(call.args) == 3]
+    calls = [
+        (c, f) for c, f in outline.calls.get("setattr", ()) if len(c.args) == 3 and not _is_aside(lineage, c, f, where)
+    ]
     # `setattr(loader, "epoch", n)`: a name that is written sets an attribute of that object, which is no part of the model.
     values = [c.args[2] for c, f in calls if constant(c.args[1]) is ... or lineage.has(key_of(c.args[0]), f)]
     if not all(

@@ -20,6 +20,7 @@ __all__ = [
     "MAKES_OPTIMIZER",
     "cast_layers",
     "defined_optimizers",
+    "managed_casts",
     "model_of_every_parameter",
     "optimizer_factories",
     "plain_optimizers",
@@ -36,6 +37,7 @@ MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*
 _FAMILY = regex(r"^([A-Z]\w*)?(Adam\w*|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$")
 _KEPT = regex(r"16|32|kahan|stoch|master|mixed|precision|cpu", re.IGNORECASE)
 _MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
+_RETURNS = regex(r"^_?(get_|collect_)?\w+_param(eter)?s$")
 # What optimizers keep elsewhere: float32 copies, or the bits that 16-bit weights do not have.
 _FLOAT32_COPY = regex(r"^(?!.*(zeros|ones|empty)).*(\.float\(\)|float32)")
 _LOW_BITS = regex(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
@@ -61,6 +63,40 @@ def cast_layers(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[tup
         is_layer = key in names or (key.partition(".")[0] in names and key.endswith((".weight", ".weight.data")))
         if is_layer and len(guards) == 1 and guards[0].is_true and _MATRICES.search(guards[0].text):
             yield Cast(call, function, key.removesuffix(".data"), formats, "cast"), key_of(func.value)
+
+
+def managed_casts(
+    outline: Outline, casts: Iterable[VariableCast], optimizers: Iterable[tuple[ast.Call, Function]]
+) -> Iterator[tuple[Cast, ast.Call, Function]]:
+    """`for part in manager.parts.values(): part.to(dtype)`, each with the optimizer of `manager.get_lora_parameters()`.
+
+    The object has the modules and returns parameters of them to train, so no name of a model connects the two.
+    """
+    for call, function, key, formats in casts:
+        owner = _owner_of_parts(outline, call, key)
+        for by, scope in optimizers if owner else ():
+            if owner == _manager(outline, argument(by, 0, "params"), scope) and (function is scope or "." in owner):
+                yield Cast(call, function, key, formats, "cast"), by, scope
+
+
+def _owner_of_parts(outline: Outline, call: ast.Call, key: str) -> str:
+    """The object whose modules a loop casts without exception, `manager` of `for part in manager.parts: part.half()`; or ""."""
+    statement = outline.parents.get(call)
+    loop = outline.parents.get(statement) if statement is not None else None
+    if not isinstance(loop, ast.For) or not any(key_of(n) == key for n in ast.walk(loop.target)):
+        return ""
+    source = loop.iter
+    if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and not source.args:
+        source = source.func.value  # `parts.values()`
+    owner = key_of(source).rpartition(".")[0]
+    return owner if owner != "self" else ""
+
+
+def _manager(outline: Outline, params: ast.expr | None, function: Function) -> str:
+    """The object of `manager.trainable_parameters()`, also through a variable; "" for any other expression."""
+    values = outline.values(key_of(params), function) if key_of(params) else [params]
+    func = values[0].func if len(values) == 1 and isinstance(values[0], ast.Call) else None
+    return key_of(func.value) if isinstance(func, ast.Attribute) and _RETURNS.search(func.attr) else ""
 
 
 def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:

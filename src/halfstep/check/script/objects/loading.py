@@ -10,7 +10,7 @@ from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["initialized", "lasting_casts", "loading_options"]
+__all__ = ["initialized", "is_rebound", "lasting_casts", "loading_options"]
 
 
 def initialized(trainer: ast.Call) -> ast.expr | None:
@@ -43,3 +43,16 @@ def _replaces(lineage: Lineage, later: Cast, load: Cast) -> bool:
     if later.form != "cast" or not is_after or not later.formats or AUTO in later.formats:
         return False
     return set(conditions_of(lineage.outline, later.node)) <= set(conditions_of(lineage.outline, load.node))
+
+
+def is_rebound(lineage: Lineage, load: Cast, owner: ast.expr) -> bool:
+    """Whether another load is always assigned to the same variable before the parameters of `owner` are read."""
+    if load.form != "load":
+        return False
+    here = conditions_of(lineage.outline, load.node)
+    later = [c for c in lineage.casts if c.form == "load" and c.function is load.function]
+    lines = range(load.node.lineno + 1, getattr(owner, "lineno", 0))
+    return any(
+        c.key == load.key and c.node.lineno in lines and set(conditions_of(lineage.outline, c.node)) <= set(here)
+        for c in later
+    )

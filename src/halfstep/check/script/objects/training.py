@@ -51,7 +51,7 @@ from halfstep.check.script.objects.layers import (
     optimizer_factories,
     plain_optimizers,
 )
-from halfstep.check.script.objects.loading import lasting_casts, loading_options
+from halfstep.check.script.objects.loading import is_rebound, lasting_casts, loading_options
 from halfstep.check.script.objects.parameters import is_model_name, may_freeze, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
@@ -209,7 +209,9 @@ class Training:
                 if is_whole and not self._is_spared(lineage):
                     for cast in lasting_casts(lineage):
                         place = (cast.node, cast.dtype)
-                        if place not in tied and self._reaches(cast, call, function, owner):
+                        if place in tied or (scope is cast.function and is_rebound(lineage, cast, owner)):
+                            continue
+                        if self._reaches(cast, call, function, owner):
                             tied.add(place)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
 

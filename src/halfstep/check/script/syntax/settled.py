@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["Setting", "named_values"]
+__all__ = ["Setting", "named_values", "setting_name"]
 
 MAX_DEPTH = 6
 _SAME = {"torch.half": "torch.float16", "torch.float": "torch.float32"}
@@ -51,7 +51,7 @@ class Setting:
         source = _source(self.outline, node, function)
         if source is not None:
             return self.of(*source, depth - 1)
-        return self.value if _last(node) == self.name else ...
+        return self.value if setting_name(node) == self.name else ...
 
     def _joined(self, node: ast.BoolOp, function: Function, depth: int) -> object:
         values = [self.of(part, function, depth - 1) for part in node.values]
@@ -81,8 +81,8 @@ def named_values(outline: Outline, expressions: list[Scoped], depth: int = MAX_D
         for part in ast.walk(node):
             if isinstance(part, ast.Compare):
                 strings = {c.value for c in ast.walk(part) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
-                if strings and _last(part.left):
-                    values.setdefault(_last(part.left), set()).update(strings)
+                if strings and setting_name(part.left):
+                    values.setdefault(setting_name(part.left), set()).update(strings)
             source = _source(outline, part, function) if isinstance(part, (ast.Name, ast.Attribute)) else None
             if source is not None and left:
                 pending.append((*source, left - 1))
@@ -96,7 +96,7 @@ def _source(outline: Outline, node: ast.expr, function: Function) -> Scoped | No
     return sources[0] if len(sources) == 1 and sources[0][0] is not node else None
 
 
-def _last(node: ast.expr) -> str:
+def setting_name(node: ast.expr) -> str:
     """The last name of a setting: `precision` of `cfg.train.precision`, `cfg["precision"]` and `args.precision.lower()`."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TEXT:
         node = node.func.value
