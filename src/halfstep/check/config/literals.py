@@ -45,9 +45,8 @@ class Literals:
         for node in nodes:
             kind = type(node)
             if kind in _BINDING:
-                name = _bound_name(node)
-                bound[name] = bound.get(name, 0) + 1
-                if name:
+                if name := _bound_name(node):
+                    bound[name] = bound.get(name, 0) + 1
                     self.bound_at.setdefault(name, []).append(getattr(node, "lineno", 0))
             elif kind in _NOTED:
                 self._note(node)
