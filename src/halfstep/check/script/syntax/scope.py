@@ -28,7 +28,7 @@ class Function:
         return self.node.body
 
 
-@dataclass(eq=False, slots=True)  # not frozen, which makes creation three times as slow: one per assignment of a script
+@dataclass(eq=False, slots=True)  # not frozen, which makes creation four times as slow: one per assignment of a script
 class Binding:
     """One assignment to a variable."""
 
