@@ -19,6 +19,7 @@ from types import FrameType
 from halfstep.check.files.problems import TooDeep
 from halfstep.check.finding import Place
 from halfstep.check.options import Options
+from halfstep.check.registry import words_of_rules
 from halfstep.check.runner import FileResult, check_target
 from halfstep.check.walk import Target
 from halfstep.errors import HalfstepError
@@ -62,6 +63,7 @@ def _check_in_processes(targets: Sequence[Target], options: Options, workers: in
 
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)
+    words_of_rules("script")  # loads the rules once, and not in each worker
     chunks = [targets[i : i + CHUNK] for i in range(0, len(targets), CHUNK)]
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_work) as pool:
         try:

@@ -45,14 +45,14 @@ class Alternatives:
                             self.items.setdefault(f"{key_of(bound)}[{key.value!r}]", []).append(part)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, node.value)
-        elif isinstance(node, ast.AugAssign | ast.For):
+        elif isinstance(node, (ast.AugAssign, ast.For)):
             self._bind(node.target, None)
         elif isinstance(node, ast.ClassDef):
             for statement in node.body:
                 target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
                 if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                     target = statement.targets[0]
-                value = statement.value if isinstance(statement, ast.AnnAssign | ast.Assign) else None
+                value = statement.value if isinstance(statement, (ast.AnnAssign, ast.Assign)) else None
                 if isinstance(target, ast.Name) and value is not None:
                     self.fields.setdefault(target.id, []).append(_field_default(value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -75,7 +75,7 @@ class Alternatives:
             self.options.setdefault(name.rpartition(".")[2], []).append(keywords["default"])
 
     def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
-        if isinstance(target, ast.Tuple | ast.List):
+        if isinstance(target, (ast.Tuple, ast.List)):
             for item in target.elts:
                 self._bind(item, None)
             return
@@ -113,7 +113,7 @@ class Alternatives:
             yield from self.of(node.args[0], depth + 1) if len(node.args) == 1 else ()
         elif isinstance(node, ast.Call) and (default := _fallback(node)) is not None:
             yield from self.of(default, depth + 1)
-        elif isinstance(node, ast.Name | ast.Attribute):
+        elif isinstance(node, (ast.Name, ast.Attribute)):
             for value in self._bound(node):
                 yield from self.of(value, depth + 1)
         elif isinstance(node, ast.Subscript):

@@ -34,7 +34,7 @@ class Assignments:
     def __init__(self, nodes: Sequence[ast.AST], literals: Literals) -> None:
         self.literals = literals
         self.groups: dict[str, list[_Group]] = {}
-        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
         tops: dict[int, int] = {}
         for node in nodes:

@@ -35,7 +35,7 @@ class Literals:
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
-        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
         self.bound_at: dict[str, list[int]] = {}  # variable -> the lines that bind it
         self.all_blocks: dict[str, list[ast.expr]] = {}  # variable -> every dictionary it is bound to
@@ -45,9 +45,8 @@ class Literals:
         for node in nodes:
             kind = type(node)
             if kind in _BINDING:
-                name = _bound_name(node)
-                bound[name] = bound.get(name, 0) + 1
-                if name:
+                if name := _bound_name(node):
+                    bound[name] = bound.get(name, 0) + 1
                     self.bound_at.setdefault(name, []).append(getattr(node, "lineno", 0))
             elif kind in _NOTED:
                 self._note(node)
@@ -58,7 +57,7 @@ class Literals:
 
     def _note(self, node: ast.AST) -> None:
         """Record the bindings and changes that a statement makes."""
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Subscript):
@@ -131,7 +130,7 @@ class Literals:
             return self._dictionary(node, span, depth)
         if isinstance(node, ast.Call) and self.is_block(node):
             return self.call(node, depth=depth)
-        if isinstance(node, ast.List | ast.Tuple):
+        if isinstance(node, (ast.List, ast.Tuple)):
             return Items(span, tuple(self.node(item, depth + 1) for item in node.elts))
         if isinstance(node, ast.Name) and (block := self._named_block(node, depth)) is not None:
             return block
@@ -230,7 +229,7 @@ class Literals:
     def _scalar(self, node: ast.AST) -> object:
         if isinstance(node, ast.Constant):
             return node.value
-        if isinstance(node, ast.Name | ast.Attribute):
+        if isinstance(node, (ast.Name, ast.Attribute)):
             name = ".".join(chain(node))
             if name in self.constants:
                 return self.constants[name].value

@@ -99,7 +99,7 @@ def _sources(value: ast.expr, definitions: _Definitions, depth: int) -> Iterator
         for bound in definitions.values.get(name, ()):
             if definitions.literals.is_block(bound):
                 yield bound
-            elif isinstance(bound, ast.Call | ast.Name | ast.Attribute):
+            elif isinstance(bound, (ast.Call, ast.Name, ast.Attribute)):
                 yield from _sources(bound, definitions, depth - 1)
 
 
@@ -118,7 +118,7 @@ def is_for_deepspeed(node: ast.AST, variable: str, nodes: Sequence[ast.AST], pat
 def _names(node: ast.AST, nodes: Sequence[ast.AST], path: str) -> Iterator[str]:
     """The names of the file, of the function around a dictionary, and of the argument or key that it is passed for."""
     line = getattr(node, "lineno", 1)
-    scopes = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    scopes = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     around = [n for n in scopes if n.lineno <= line <= (n.end_lineno or 0)]
     if around:
         yield around[-1].name  # outer ones come first

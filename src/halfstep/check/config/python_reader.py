@@ -48,6 +48,7 @@ _WRAPS = frozenset({"partial", "builds"})  # of functools and hydra_zen: the cla
 _HALF_PLUGINS = frozenset({"HalfPrecision", "HalfPrecisionPlugin"})
 _REMOVED_OPTIONS = frozenset({"amp_backend", "amp_level"})
 _LIGHTNING_PACKAGES = frozenset({"pytorch_lightning", "lightning", "lightning_fabric", "lightning_lite"})
+_BLOCKS = frozenset({ast.Call, ast.Dict})  # few nodes are one, and only these can be a dictionary written out
 # Context managers of tests: what they contain is meant to fail.
 _EXPECTS_ERROR = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 
@@ -111,7 +112,12 @@ class _Finder:
         hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
-            if not self.literals.is_block(node) or id(node) in nested or id(node) in self.failing:
+            if (
+                type(node) not in _BLOCKS
+                or not self.literals.is_block(node)
+                or id(node) in nested
+                or id(node) in self.failing
+            ):
                 continue
             root = self.literals.node(node)
             name = self.literals.name_of(node)

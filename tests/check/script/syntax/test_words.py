@@ -35,3 +35,11 @@ def test_each_word_of_the_rules_is_found():
 def test_words_that_share_a_part_are_one_search():
     """A text without the part is searched once for all of them."""
     assert [part for part, _ in _by_part(('"--fp16"', "fp16: bool", "autocast"))] == ["fp16", "autocast"]
+
+
+def test_what_one_text_contains_is_not_assumed_of_another():
+    """Parts are remembered for the last text only, whichever list of words they come from."""
+    assert contains_any("use_fp16 = True", ("fp16",))
+    assert not contains_any("use_fp16 = True", ('"--fp16"', "deepspeed"))
+    assert not contains_any("use_tf32 = True", ("fp16", "deepspeed"))
+    assert contains_any("deepspeed.initialize()", ("fp16", "deepspeed"))

@@ -192,7 +192,7 @@ class FlagIsTuple(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Assignments of one value and a comma, without parentheses, to the name of a flag."""
         for node in all_statements(script.tree):
-            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Tuple):
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(node.value, ast.Tuple):
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             names = chain(target)

@@ -67,12 +67,12 @@ class QueryNotCalled(ScriptRule):
         assigned = {text_of(t) for n in all_nodes(script.tree) if isinstance(n, ast.Assign) for t in n.targets}
         conditions = list(_conditions(script.tree))
         # `use_bf16 = torch.cuda.is_bf16_supported`, of which only the truth counts later.
-        flags = {text_of(node) for node, _ in conditions if isinstance(node, ast.Name | ast.Attribute)}
+        flags = {text_of(node) for node, _ in conditions if isinstance(node, (ast.Name, ast.Attribute))}
         assigns = [n for n in all_nodes(script.tree) if isinstance(n, ast.Assign)]
         flags -= script.outline.calls.keys()
         conditions += [(n.value, True) for n in assigns if text_of(n.targets[0]) in flags]
         for node, flag in conditions:
-            name = full(node) if isinstance(node, ast.Attribute | ast.Name) else None
+            name = full(node) if isinstance(node, (ast.Attribute, ast.Name)) else None
             if text_of(node) in assigned:
                 continue  # a test replaces the function
             if _asks_accelerator(node) or (name and (_QUERIES if not flag else _EITHER).fullmatch(name)):
@@ -106,7 +106,7 @@ def _asks_accelerator(node: ast.expr) -> bool:
 def _conditions(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
     """Each expression of which only the truth counts, and whether it is the value of a precision flag."""
     for node in all_nodes(tree):
-        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)):
             yield from ((part, False) for part in _operands(node.test))
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:

@@ -313,10 +313,10 @@ class MisplacedZeroGrad(TraceRule):
             return None
         if back.kind == "owned_backward" and engine_at(script, back.local.subject, back.function) is None:
             return None
-        if _OTHER_WAYS.search(script.source.text):
-            return None
         waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
         if not steps_only(script, event) or not only_settings(script, waits, back):
+            return None
+        if _OTHER_WAYS.search(script.source.text):
             return None
         name = event.local.optimizer
         return self.finding(

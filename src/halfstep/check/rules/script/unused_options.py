@@ -18,7 +18,7 @@ from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
 
@@ -29,6 +29,7 @@ _FEW = 5  # fields; with fewer, a file may as well only create the object
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _CHOICE = regex(r"^((torch|model|compute|train|training|amp)_)?(precision|dtype)$")  # options that name a format
+_PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp")
 _PASSED = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)|precision|(torch_|model_)?dtype")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
@@ -190,11 +191,10 @@ class UnusedPrecisionOption(ScriptRule):
         calls = script.outline.calls.keys()
         if "dataclass" not in script.source.text or not any(c == "backward" or c.endswith("Trainer") for c in calls):
             return
-        nodes = all_nodes(script.tree)
-        read = _read_names(nodes)
-        for node in nodes:
-            if not isinstance(node, ast.ClassDef) or node.bases or "dataclass" not in map(_last, node.decorator_list):
-                continue
+        classes = [n for n in all_statements(script.tree) if isinstance(n, ast.ClassDef) and not n.bases]
+        classes = [n for n in classes if "dataclass" in map(_last, n.decorator_list)]
+        read = _read_names(all_nodes(script.tree)) if classes else set()
+        for node in classes:
             fields = {
                 s.target.id: s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
             }
@@ -247,8 +247,10 @@ class UnusedPrecisionOption(ScriptRule):
         outline = script.outline
         if "backward" not in outline.calls or {"locals", "globals", "exec"} & outline.calls.keys():
             return
-        read = {n.id for n in all_nodes(script.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        for name in (key for key in outline.bindings if _FLAG.fullmatch(key) and key not in read):
+        flags = [key for key in outline.bindings if _FLAG.fullmatch(key)]
+        nodes = all_nodes(script.tree) if flags else ()
+        read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        for name in (key for key in flags if key not in read):
             for binding in outline.bindings[name]:
                 value = binding.value
                 is_setting = isinstance(value, ast.Attribute) or (
@@ -298,9 +300,7 @@ class UnusedPrecisionOption(ScriptRule):
         """Precision parameters that the first statement with their name overwrites."""
         for function in script.outline.functions:
             for name in function.params:
-                if not re.fullmatch(
-                    r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp", name
-                ):
+                if not _PARAMETER.fullmatch(name):
                     continue
                 first = next((s for s in function.body if _names(s, name)), None)
                 if not isinstance(first, ast.Assign) or len(first.targets) != 1 or _loads(first, name):

@@ -301,7 +301,7 @@ class NanTimesZero(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """`loss = loss * 0` under a test that the loss is not finite, before a backward."""
-        if "backward" not in script.outline.calls:
+        if "backward" not in script.outline.calls or not _NOT_FINITE.search(script.source.text):
             return
         for test in (n for n in script.outline.parents if isinstance(n, ast.If)):
             if not _NOT_FINITE.search(text_of(test.test)):

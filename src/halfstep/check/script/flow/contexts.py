@@ -134,8 +134,8 @@ def _calls(statement: ast.stmt) -> Iterator[ast.Call]:
     waiting = [statement]
     while waiting:  # a chain of elif can be long
         node = waiting.pop()
-        if isinstance(node, ast.If | ast.Try):
+        if isinstance(node, (ast.If, ast.Try)):
             waiting += (*node.body, *node.orelse, *getattr(node, "finalbody", ()))
-        value = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+        value = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
             yield value

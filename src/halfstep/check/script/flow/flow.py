@@ -198,9 +198,9 @@ class _Walk:
                     self.jump(call, option, (*under, *own), loops, regions)
                 continue
             action = self.recogniser.action_of(call, self.function)
-            if action is None and not _LATER.search(text_of(call.func)):
+            if action is None and call.args:
                 inner = self.outline.passed_target(call, self.function)
-                if inner is not None:
+                if inner is not None and not _LATER.search(text_of(call.func)):
                     self.jump(call, inner, under, loops, regions)
             if action is not None:
                 scaled, scaler = action.scaled, action.scaler

@@ -233,7 +233,9 @@ class Recogniser:
         """A function of another file that saves or restores the objects it receives."""
         name = _last(key_of(call.func))
         verb = "save" if saves(name) else "load" if restores(name) else ""
-        passed = passed_objects(self.outline, call, function) if verb else []
+        if not verb:
+            return None
+        passed = passed_objects(self.outline, call, function)
         return self._states(verb, [key for key in passed if not is_setting(key, self._stepped)], function)
 
     def _states(self, verb: str, keys: list[str], function: Function) -> Action | None:

@@ -59,13 +59,13 @@ def _position(node: ast.AST) -> tuple[int, int]:
 def _uses(node: ast.AST, names: Names, parameters: set[str]) -> Iterator[Use]:
     if isinstance(node, ast.Call):
         yield from _called(node, names, parameters)
-    elif isinstance(node, ast.With | ast.AsyncWith):
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
         yield from _lost_gradients(node, names)
-    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         for decorator in node.decorator_list:
             if names.full(decorator) == "torch.compile":
                 yield "compile", decorator
-    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.keyword):
+    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.keyword)):
         yield from _long_sequence(node)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "MIX_ORDER_REDUCTION" in node.value:
         yield "mix_order_off", node
@@ -196,10 +196,10 @@ def _lost_gradients(region: ast.With | ast.AsyncWith, names: Names) -> Iterator[
         return
     frozen: set[str] = set()  # what is called under no_grad
     for statement in region.body:
-        if isinstance(statement, ast.With | ast.AsyncWith) and _is_no_grad(statement, names):
+        if isinstance(statement, (ast.With, ast.AsyncWith)) and _is_no_grad(statement, names):
             frozen |= {ast.unparse(call.func) for call in _plain_calls(statement.body)}
             continue
-        if any(isinstance(n, ast.With | ast.AsyncWith) and _is_no_grad(n, names) for n in ast.walk(statement)):
+        if any(isinstance(n, (ast.With, ast.AsyncWith)) and _is_no_grad(n, names) for n in ast.walk(statement)):
             continue  # under a condition: the text does not decide what runs first
         for call in _plain_calls([statement]):
             if ast.unparse(call.func) in frozen:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant, text_of
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -203,7 +204,7 @@ def _classes_of(outline: Outline, func: ast.expr, function: Function) -> set[str
 def attribute_values(outline: Outline, key: str, function: Function) -> list[ast.expr]:
     """What the methods of the same class assign to `self.x`; the outline does not walk every method."""
     methods = outline.classes.get(function.cls, {}).values() if key.startswith("self.") else ()
-    assigns = (node for method in methods for node in ast.walk(method.node) if isinstance(node, ast.Assign))
+    assigns = (node for method in methods for node in statements_in(method.node) if isinstance(node, ast.Assign))
     return [assign.value for assign in assigns if any(key_of(target) == key for target in assign.targets)]
 
 

@@ -66,9 +66,9 @@ def is_trainer(outline: Outline, name: str) -> bool:
 
 def has_plain_trainer(outline: Outline) -> bool:
     """Whether a Trainer trains in this file, and nothing in it is about DeepSpeed or FSDP, which keep float32 copies."""
-    if any(_ENGINES.search(name) for name in (*outline.loads, *outline.bindings, *outline.strings)):
+    if "train" not in outline.calls or not any(name.endswith("Trainer") for name in outline.calls):
         return False
-    return "train" in outline.calls and any(name.endswith("Trainer") for name in outline.calls)
+    return not any(_ENGINES.search(name) for name in (*outline.loads, *outline.bindings, *outline.strings))
 
 
 def has_plugin(outline: Outline) -> bool:

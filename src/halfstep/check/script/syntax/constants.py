@@ -44,8 +44,12 @@ class Constants:
         self.fixed_attributes = (
             not {"setattr", "vars", "__setattr__"} & calls.keys() and "__dict__" not in outline.loads
         )
-        declared = ((f, s) for f in outline.functions for s in f.body if isinstance(s, ast.Global))
-        self._globals = {(f, name) for f, statement in declared for name in statement.names}
+        self._writers: dict[str, set[Function]] = {}  # the functions that declare a global variable
+        for function in outline.functions:
+            for statement in function.body:
+                if isinstance(statement, ast.Global):
+                    for name in statement.names:
+                        self._writers.setdefault(name, set()).add(function)
 
     def literal(self, node: ast.expr, function: Function, depth: int = MAX_DEPTH) -> ast.expr | None:
         """The literal that a setting is; None if the file does not decide it."""
@@ -116,16 +120,15 @@ class Constants:
 
     def _variable(self, name: str, function: Function) -> Scoped | None:
         """What the variable of the nearest scope is assigned, if that happens once."""
-        every = [b for b in self.outline.bindings.get(name, ()) if not self._is_field(b)]
-        written = [b for b in every if (b.function, name) in self._globals]
+        bound = self.outline.by_function(name)
+        writers = self._writers.get(name, set())
+        written = [b for writer in writers for b in bound.get(writer, ()) if not self._is_field(b)]
         scope: Function | None = function
         while scope is not None:
             if name in scope.params:
                 return self._parameter(name, scope)
-            here = [b for b in every if b.function is scope and b not in written]
-            if isinstance(scope.node, ast.Module) and {f for f, n in self._globals if n == name} - {
-                b.function for b in written
-            }:
+            here = [b for b in bound.get(scope, ()) if not self._is_field(b)] if scope not in writers else []
+            if isinstance(scope.node, ast.Module) and writers - {b.function for b in written}:
                 return None  # written in a function that the outline does not contain
             if isinstance(scope.node, ast.Module) and written:  # `DTYPE = None` until `setup` runs
                 here = [*(b for b in here if not _is_none(b.value)), *written]
@@ -240,7 +243,6 @@ class Constants:
 
     def _creation(self, node: ast.expr, function: Function) -> tuple[ast.Call, Function] | None:
         """The one call that makes an object."""
-        values = self.outline.values(key, function) if (key := key_of(node)) else []
         source: Scoped | None = (node, function)
         for _ in range(MAX_DEPTH):
             if source is None or isinstance(source[0], ast.Call):
@@ -248,6 +250,7 @@ class Constants:
             source = self.source(*source)
         if source is not None and isinstance(source[0], ast.Call):
             return source[0], source[1]
+        values = self.outline.values(key, function) if (key := key_of(node)) else []
         return (values[0], function) if len(values) == 1 and isinstance(values[0], ast.Call) else None
 
     def _namespace(self, call: ast.Call, function: Function) -> dict[object, Scoped] | None:
@@ -324,7 +327,8 @@ def is_literal(outline: Outline, node: ast.expr) -> bool:
     """Whether an expression is a flag, a short string or a dtype of torch."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool) or (isinstance(node.value, str) and len(node.value) < MAX_LENGTH)
-    return isinstance(node, ast.Attribute) and outline.names.full(node) in _DTYPES and isinstance(node.value, ast.Name)
+    is_named = isinstance(node, ast.Attribute) and node.attr in _DTYPE_NAMES and isinstance(node.value, ast.Name)
+    return is_named and outline.names.full(node) in _DTYPES
 
 
 def _is_none(node: ast.expr | None) -> bool:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.regex import regex
-from halfstep.check.script.syntax.constants import Constants, is_literal
+from halfstep.check.script.syntax.constants import Constants
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -34,7 +34,7 @@ def write_in_place(outline: Outline) -> None:
     constants = Constants(outline)
     for sites in outline.calls.values():
         for call, function in sites:
-            if any(k.arg is None for k in call.keywords) and _is_configured(outline, call, function):
+            if call.keywords and any(k.arg is None for k in call.keywords) and _is_configured(outline, call, function):
                 call.keywords = [part for keyword in call.keywords for part in _spread(constants, keyword, function)]
             for keyword in call.keywords:
                 literal = _setting(constants, keyword.value, function) if keyword.arg is not None else None
@@ -49,8 +49,8 @@ def write_in_place(outline: Outline) -> None:
 
 def _setting(constants: Constants, node: ast.expr, function: Function) -> ast.expr | None:
     """The literal that a variable, an attribute, an entry or a result stands for; None for anything else."""
-    is_named = isinstance(node, _NAMED) and not is_literal(constants.outline, node)
-    return constants.literal(node, function) if is_named else None
+    literal = constants.literal(node, function) if isinstance(node, _NAMED) else None
+    return literal if literal is not node else None
 
 
 def _spread(constants: Constants, keyword: ast.keyword, function: Function) -> Iterator[ast.keyword]:

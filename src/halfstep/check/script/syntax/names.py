@@ -62,7 +62,9 @@ class Names:
         while isinstance(first, ast.Attribute):
             first = first.value
         name = self.table.get(first.id, "") if isinstance(first, ast.Name) else ""
-        if name and first is not node:  # most chains start at a variable
+        if not name:  # most chains start at a variable
+            return ""
+        if first is not node:
             name = ".".join((name, *chain(node)[1:]))
         return _SAME.get(name, name)
 
@@ -92,6 +94,8 @@ def key_of(node: ast.AST | None) -> str:
     """A variable's text: `scaler`, `self.scaler`, `optims[0]`, `opts["g"]`; "" for anything that is not one."""
     if isinstance(node, ast.Name):  # most often
         return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):  # second most often
+        return f"{node.value.id}.{node.attr}"
     suffix: list[str] = []
     while node is not None:
         if isinstance(node, ast.Attribute):

@@ -60,7 +60,7 @@ class Outline:
         every = self.bindings.get(key, [])
         scope: Function | None = function
         while scope is not None:
-            here = self._local(key).get(scope)
+            here = self.by_function(key).get(scope)
             if here:
                 return here
             if key in scope.params:
@@ -68,7 +68,7 @@ class Outline:
             scope = scope.parent
         return every
 
-    def _local(self, key: str) -> dict[Function, list[Binding]]:
+    def by_function(self, key: str) -> dict[Function, list[Binding]]:
         """The assignments to a variable by the function they are in."""
         if key not in self._locals:
             by_function: dict[Function, list[Binding]] = {}

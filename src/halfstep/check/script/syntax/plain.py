@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from halfstep.check.script.syntax.children import parts_of
+from halfstep.check.script.syntax.children import SIMPLE, parts_of
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["make_plain"]
@@ -27,11 +27,11 @@ def make_plain(tree: ast.Module) -> None:
             _nest(node)
         for block in parts_of(node):
             for index, part in enumerate(block):
-                if isinstance(part, ast.Expr):
-                    block[index] = _choose(part, block[index - 1] if index else None)
-                if not isinstance(part, ast.AnnAssign):
+                if type(part) not in SIMPLE:
                     stack.append(part)
-                elif part.value is not None and not isinstance(node, ast.ClassDef):
+                elif isinstance(part, ast.Expr):
+                    block[index] = _choose(part, block[index - 1] if index else None)
+                elif isinstance(part, ast.AnnAssign) and part.value is not None and not isinstance(node, ast.ClassDef):
                     block[index] = ast.copy_location(ast.Assign([part.target], part.value), part)
 
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from halfstep.check.script.syntax.children import children_of
+from halfstep.check.script.syntax.children import SIMPLE, children_of
 from halfstep.check.script.syntax.names import key_of, read_names
 from halfstep.check.script.syntax.outline import Binding, Function, Outline, last_name_of
 from halfstep.check.script.syntax.relevant import relevant_functions
@@ -19,6 +19,8 @@ from halfstep.check.script.syntax.scope import CallSite, Choice, StatementCall
 __all__ = ["read_outline"]
 
 _MAX_STRING = 40  # a longer one is a text
+# Most of the expressions that are neither calls nor recorded by their parents.
+_PLAIN = {ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr, ast.List, ast.Slice, ast.Subscript, ast.Tuple}
 
 
 class _Around(NamedTuple):
@@ -39,7 +41,8 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
     imports: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
     # An explicit stack, because generated code nests deeper than Python recurses.
     stack: list[tuple[ast.AST, _Around]] = []
-    _push(out, stack, tree, tuple(reversed(tree.body)), _Around(out.module, tree))
+    reads: list[str] = []
+    _push(out, stack, reads, tree, tuple(reversed(tree.body)), _Around(out.module, tree))
     while stack:
         node, around = stack.pop()
         if isinstance(node, ast.Call):
@@ -48,7 +51,7 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
                 out.calls.setdefault(last, []).append(CallSite(node, around.function))
             if not around.deferred:
                 out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
-            _push(out, stack, node, (node.func, *node.args, *node.keywords), around)
+            _push(out, stack, reads, node, (node.func, *node.args, *node.keywords), around)
             continue
         if isinstance(node, ast.stmt):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -60,28 +63,34 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
                     # Decorators and defaults run where the function is defined.
                     outside = around._replace(function=around.function.parent or out.module)
                     for part in children_of(node):
-                        _push(out, stack, node, (part,), around if isinstance(part, ast.stmt) else outside)
+                        _push(out, stack, reads, node, (part,), around if isinstance(part, ast.stmt) else outside)
                 continue
+        elif type(node) in _PLAIN:
+            pass
         elif isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.Div):  # `//` counts steps; a loss is never divided like this
                 out.divisors.add(_text(node.right))
         elif isinstance(node, ast.IfExp):
-            _push(out, stack, node, (node.test,), around)
+            _push(out, stack, reads, node, (node.test,), around)
             for part, is_true in ((node.body, True), (node.orelse, False)):
                 choices = (*around.choices, Choice(node.test, is_true))
-                _push(out, stack, node, (part,), around._replace(choices=choices))
+                _push(out, stack, reads, node, (part,), around._replace(choices=choices))
             continue
         elif isinstance(node, ast.Lambda):
             around = around._replace(deferred=True)
         elif isinstance(node, (ast.NamedExpr, ast.withitem)):
             _bind(out, node, around.function)
-        _push(out, stack, node, children_of(node), around)
+        _push(out, stack, reads, node, children_of(node), around)
     imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))
+    out.loads.update(reads)
+    # Most names are bound once, and most statements have one call.
     for bindings in out.bindings.values():
-        bindings.sort(key=lambda b: getattr(b.node, "lineno", 0))
+        if len(bindings) > 1:
+            bindings.sort(key=lambda b: getattr(b.node, "lineno", 0))
     for calls in out.statement_calls.values():
         # Inner calls end before the calls around them, which is also the order in which they run.
-        calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
+        if len(calls) > 1:
+            calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
     out.names = read_names(imports)
     for key, bindings in out.bindings.items():
         # `autocast = torch.autocast`: a variable that only renames a name of torch.
@@ -95,10 +104,15 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
 
 
 def _push(
-    out: Outline, stack: list[tuple[ast.AST, _Around]], parent: ast.AST, children: Iterable[ast.AST], around: _Around
+    out: Outline,
+    stack: list[tuple[ast.AST, _Around]],
+    reads: list[str],
+    parent: ast.AST,
+    children: Iterable[ast.AST],
+    around: _Around,
 ) -> None:
     """Record the names and constants among the children of a node, and put the others on the stack."""
-    parents, loads = out.parents, out.loads
+    parents = out.parents
     for child in children:
         parents[child] = parent
         node = child
@@ -107,14 +121,14 @@ def _push(
             node = node.value
         while type(node) is ast.Attribute:
             if type(node.ctx) is ast.Load:
-                loads[node.attr] += 1
+                reads.append(node.attr)
             if "scale" in node.attr.lower():
                 out.scaling.add(around.statement)
             parents[node.value] = node
             node = node.value
         if type(node) is ast.Name:
             if type(node.ctx) is ast.Load:
-                loads[node.id] += 1
+                reads.append(node.id)
             if "scale" in node.id.lower():
                 out.scaling.add(around.statement)
         elif type(node) is ast.Constant:
@@ -126,7 +140,9 @@ def _push(
 
 def _enter(out: Outline, node: ast.stmt, around: _Around) -> _Around:
     function, cls, guarded = around.function, around.cls, around.guarded
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if type(node) in SIMPLE:
+        _bind(out, node, function)
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         a = node.args
         params = tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
         method = isinstance(out.parents[node], ast.ClassDef)
