@@ -176,6 +176,8 @@ class BareBackwardInFramework(TraceRule):
             effect, severity = f"the loss is not scaled, but the step unscales with the scaler of `{key}`", "error"
         elif engine.library == FABRIC and (engine.precision in {"fp16", "bf16"} or engine.plugin == "deepspeed"):
             effect, severity = "Fabric raises RuntimeError in mixed precision and with DeepSpeed", "error"
+        elif engine.library == FABRIC and engine.precision == "not fp16":
+            effect = "Fabric raises RuntimeError in mixed precision"
         elif engine.library == FABRIC:
             effect = "in fp16 the loss is not scaled, and a strategy with its own backward is skipped"
         elif engine.precision == "?":

@@ -17,12 +17,12 @@ from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
-    continues,
     entry_of,
     is_setting,
     looks_up,
     passed_objects,
     restored_copies,
+    restored_counter,
     saves,
     written_out,
 )
@@ -387,13 +387,13 @@ class ScalerNotRestored(ScriptRule):
             passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
             saved = passed if event.kind in {"handed", "stored"} else f"the state of `{event.scaler}` is saved"
             is_entry = event.kind in {"handed", "stored"} or entry_of(script.outline, event.node) is not None
-            restored = "the optimizer state" if script.has("load_optimizer") else ""
-            restored = restored or ("the weights and the epoch" if continues(script.outline) else "")
+            counter = restored_counter(script.outline, script.scalers, event.function, event.local.scaler)
+            restored = "the optimizer state is restored" if script.has("load_optimizer") else counter
             if is_entry and is_used and restored:
                 yield self.finding(
                     script.where(event.node),
-                    f"{saved}, but only {restored} {'is' if 'state' in restored else 'are'} restored: a resumed run restarts at the initial scale",
-                    instead=f"call {event.scaler}.load_state_dict(...) where {restored} {'is' if 'state' in restored else 'are'} restored",
+                    f"{saved}, but only {restored}: a resumed run restarts at the initial scale",
+                    instead=f"call {event.scaler}.load_state_dict(...) where {restored}",
                 )
 
 

@@ -104,6 +104,12 @@ class ClearedEveryMicroBatch(TraceRule):
         """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
         event = trace[index]
         windows = ((back, accumulated_over(script, trace, back)) for back in self._backwards(script, trace, index))
+        # Around an inner loop, of the chunks of a batch, the window is over the iterations of the loop that clears.
+        windows = (
+            (b, w)
+            for b, w in windows
+            if trace[b].loops == event.loops or (w and w.step.loops == event.loops and not w.by_loop)
+        )
         window = next((w for back, w in windows if w is not None and self._clears(trace, index, back, w)), None)
         window = window or self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
         if window is None:
@@ -137,7 +143,8 @@ class ClearedEveryMicroBatch(TraceRule):
             following = list(later(trace, index, *_BACKWARDS))
             backs = [i for i in following if i == following[0] or not compatible(trace[i], trace[following[0]])]
         for back in backs:
-            if event.loops != trace[back].loops or not implied(event, trace[back]):
+            depth = len(event.loops) if event.loops and not before else None
+            if event.loops != trace[back].loops[:depth] or not implied(event, trace[back]):
                 continue
             if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
                 continue  # Accelerate clears gradients only at the end of a window there

@@ -237,7 +237,7 @@ class ClipEveryMicroBatch(TraceRule):
             effect, severity = "clips incomplete sums", "advice" if condition else "warning"
         elif engine.precision == "fp16":
             effect, severity = "raises RuntimeError on the second one", "warning" if condition else "error"
-        elif engine.precision in {"bf16", "fp32"}:
+        elif engine.precision in {"bf16", "fp32", "not fp16"}:
             effect, severity = "clips incomplete sums", "advice" if condition else "warning"
         return self.finding(
             script.where(event.node),

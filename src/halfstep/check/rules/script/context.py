@@ -17,6 +17,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import is_float32_on_cpu
+from halfstep.check.script.objects.engines import engine_at, last_name
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -65,6 +66,7 @@ _UNLESS_OFF = regex(r"([\w.\[\]'\"]+) != ['\"](no|none|off|fp32|float32|32)['\"]
 _NAME = regex(r"\w+")
 _NAMES_BF16 = {"bf16", "bfloat16", "bf16-mixed", "bf16_mixed"}
 _ONLY_FLOAT16 = regex(r"\(?([\w.]+) == ['\"](?:float16|fp16)['\"]\)?")
+_FLOAT16 = {"torch.float16", "torch.half"}
 _SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
 
 
@@ -85,6 +87,7 @@ class Bf16OptionRunsFloat16(ScriptRule):
         .replace("for x", 'use_amp = args.precision in ("fp16", "bf16")\nfor x')
         .replace("args.bf16", "use_amp"),
         _SCALED.format(dtype=""),
+        _TRAIN.format(dtype=", dtype=torch.float16"),
     )
     good = (
         _TRAIN.format(dtype=", dtype=torch.bfloat16"),
@@ -94,31 +97,33 @@ class Bf16OptionRunsFloat16(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Regions without a dtype that are enabled by an option for bfloat16."""
+        """Regions in float16, by default or as written, that are enabled by an option for bfloat16."""
         if not script.has("enter_autocast") or _SETS & script.outline.calls.keys():
             return
         text = script.source.text.lower()
-        if "bf16" not in text and "bfloat16" not in text:
+        if not any(word in text for word in ("bf16", "bfloat16", ".mixed_precision")):
             return
         reported: set[ast.AST] = set()
         for event in script.events("enter_autocast"):
             region = event.regions[-1]
             autocast = region.autocasts[0]
-            if len(region.autocasts) != 1 or autocast.node in reported or not _defaults_to_float16(autocast):
+            if len(region.autocasts) != 1 or autocast.node in reported or not _is_float16(autocast):
                 continue
             option = _bf16_option(script, event, autocast)
             if option:
                 reported.add(autocast.node)
+                cause = "has no dtype, so on CUDA it " if autocast.dtype_node is None else ""
                 yield self.finding(
                     script.where(autocast.node),
-                    f"this region has no dtype, so on CUDA it computes in float16 also when `{option}` asks for bfloat16",
+                    f"this region {cause}computes in float16 also when `{option}` asks for bfloat16",
                     instead="dtype=torch.bfloat16, chosen by the same option",
                 )
 
 
-def _defaults_to_float16(autocast: Autocast) -> bool:
-    """Whether a region that may be on CUDA is written without a dtype."""
-    return autocast.dtype_node is None and "float16" in autocast.dtypes and autocast.enabled != "no"
+def _is_float16(autocast: Autocast) -> bool:
+    """Whether a region that may be on CUDA is written without a dtype, or with float16 itself."""
+    is_written = autocast.dtype_node is None or text_of(autocast.dtype_node) in _FLOAT16
+    return is_written and "float16" in autocast.dtypes and autocast.enabled != "no"
 
 
 def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
@@ -126,9 +131,8 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
     flag = autocast.enabled if autocast.enabled != "yes" else ""
     texts = [flag, *(text_of(v) for v in script.outline.values(flag, event.function))] if flag else []
     texts += [guard.text for guard in event.guards if guard.is_true]
-    if (not flag or _ON_DEVICE.match(flag)) and event.inside(
-        "no_grad"
-    ) is None:  # the scaler is on for bfloat16, and the region for everything
+    is_open = autocast.dtype_node is None and (not flag or _ON_DEVICE.match(flag))
+    if is_open and event.inside("no_grad") is None:  # the scaler is on for bfloat16, and the region for everything
         texts += [scaler.enabled for scaler in script.scalers if " in " in scaler.enabled or " or " in scaler.enabled]
         texts += _excluded_formats(script)
     excluded = {guard.text for guard in event.guards if not guard.is_true}
@@ -143,8 +147,9 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
             return text
         if (match := _UNLESS_OFF.fullmatch(text)) and not any(map(_COMPARED.match, excluded)):
             setting = match[1]
-            if named := _NAMES_BF16 & _values_of(script, setting):
-                return f"{setting} == '{named.pop()}'"
+            named = _NAMES_BF16 & _values_of(script, setting)
+            if named or _is_of_accelerator(script, setting, event):
+                return f"{setting} == '{named.pop() if named else 'bf16'}'"
     return ""
 
 
@@ -157,6 +162,18 @@ def _values_of(script: Script, setting: str) -> set[object]:
         if any(str(constant(flag)).lstrip("-").replace("-", "_") == name for flag in call.args):
             parts += [k.value for k in call.keywords if k.arg == "choices"]
     return {c.value for part in parts for c in ast.walk(part) if isinstance(c, ast.Constant)}
+
+
+def _is_of_accelerator(script: Script, setting: str, event: Event) -> bool:
+    """Whether a setting is the precision of an Accelerator, which another file or the launcher may set to bf16."""
+    owner, _, name = setting.rpartition(".")
+    if name != "mixed_precision" or not owner:
+        return False
+    engine = engine_at(script, owner, event.function)
+    if engine is None:
+        return last_name(owner) == "accelerator"
+    # One that this file creates, `Accelerator(mixed_precision="fp16" if args.amp else "no")`, may never be bf16.
+    return engine.precision == "bf16" or (engine.precision == "?" and not engine.is_created)
 
 
 def _excluded_formats(script: Script) -> Iterator[str]:

@@ -25,7 +25,12 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.origin import comes_from_call, region_of_loss, regions_in_model
-from halfstep.check.script.flow.scaler_condition import is_always_float16, is_other_switch, omitted_float16
+from halfstep.check.script.flow.scaler_condition import (
+    is_always_float16,
+    is_chosen_elsewhere,
+    is_other_switch,
+    omitted_float16,
+)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
 from halfstep.check.script.objects.modules import is_on, is_on_by_default
@@ -239,7 +244,7 @@ class Fp16WithoutScaler(TraceRule):
         if not decisive or any(_DEVICE.search(text) or text.startswith("except@") for text in texts):
             return None
         regions = opened.regions[-1].autocasts
-        if _is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
+        if is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
         if not all(a.enabled == "yes" or _is_wider(a.enabled, g.text) for a in regions for g in decisive):
             return None
@@ -344,13 +349,6 @@ def _may_be_float16(script: Script, opened: Event) -> bool:
     autocasts = opened.regions[-1].autocasts
     may_be = any("float16" in a.dtypes and a.enabled != "no" for a in autocasts)
     return may_be and not any(is_misplaced(script.outline, a) for a in autocasts)
-
-
-def _is_chosen_elsewhere(script: Script, opened: Event) -> bool:
-    """Whether a region is opened through a variable with several values: `self.cast = autocast` in one branch of a flag."""
-    node = opened.regions[-1].node
-    key = key_of(node.func if isinstance(node, ast.Call) else node)
-    return bool(key) and len(script.outline.values(key, opened.function)) > 1
 
 
 def _is_chosen(script: Script, region: Autocast) -> bool:

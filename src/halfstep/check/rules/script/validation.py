@@ -157,6 +157,8 @@ class EvaluationWithoutAutocast(ScriptRule):
             near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
             if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
+            if _trains_without_region(script, event, [e for e in forwards if e not in evaluated]):
+                continue
             lineage = (
                 script.training.model(event.node.func, event.function) if isinstance(event.node, ast.Call) else None
             )
@@ -280,6 +282,17 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     one, other = a.function.cls, b.function.cls
     bases = {cls: {key_of(base) for base in script.outline.bases.get(cls, ())} for cls in (one, other)}
     return one == other or one in bases[other] or other in bases[one]
+
+
+def _trains_without_region(script: Script, event: Event, trained: list[Event]) -> bool:
+    """Whether the class or function of a forward trains the model itself, and never under autocast: others do that."""
+    function = event.function
+    own = [e for e in trained if (e.function.cls == function.cls if function.cls else e.function is function)]
+    own = [e for e in own if e.local.subject == event.local.subject]
+    backward = {f for _, f in script.outline.calls.get("backward", ())}
+    if any(e.inside("owned") or any(r.kind in {"autocast", "other"} for r in e.regions) for e in own):
+        return False
+    return any(e.function in backward for e in own)
 
 
 def _site(script: Script, event: Event, trained: set[ast.AST]) -> tuple[ast.AST, Function, str]:

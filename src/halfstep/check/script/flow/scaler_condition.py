@@ -15,7 +15,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Omission", "is_always_float16", "is_other_switch", "omitted_float16"]
+__all__ = ["Omission", "is_always_float16", "is_chosen_elsewhere", "is_other_switch", "omitted_float16"]
 
 _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
@@ -43,13 +43,30 @@ def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) ->
 
 def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
     """Whether a region is float16 with and without a flag: a function that returns it may test the flag for a null context."""
-    regions, own = opened.regions[-1].autocasts, opened.function.node
-    above = [n for a in regions for n in script.above(a.node) if isinstance(n, ast.FunctionDef) and n is not own]
-    choices = [n for function in above for n in ast.walk(function) if isinstance(n, (ast.If, ast.IfExp))]
+    regions = opened.regions[-1].autocasts
+    choices = [n for maker in _makers(script, opened) for n in ast.walk(maker) if isinstance(n, (ast.If, ast.IfExp))]
     name = re.compile(rf"\b{re.escape(flag.strip('(').partition(' ')[0].rpartition('.')[2])}\b")
     if any("nullcontext" in ast.unparse(n) and name.search(text_of(n.test)) for n in choices):
         return False
     return all(_is_float16_on_cuda(a) and is_on(a) for a in regions)
+
+
+def is_chosen_elsewhere(script: Script, opened: Event) -> bool:
+    """Whether a flag decides where a region is created: `self.cast = autocast` in one branch, or a function that tests it."""
+    node = opened.regions[-1].node
+    key = key_of(node.func if isinstance(node, ast.Call) else node)
+    if key and len(script.outline.values(key, opened.function)) > 1:
+        return True
+    makers = [maker for maker in _makers(script, opened) if opened.function.node not in ast.walk(maker)]
+    tests = [n.test for maker in makers for n in ast.walk(maker) if isinstance(n, (ast.If, ast.IfExp))]
+    parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
+    return not all(_DEVICE.search(text_of(part)) for part in parts)
+
+
+def _makers(script: Script, opened: Event) -> list[ast.FunctionDef]:
+    """The functions around the line that creates the context of a region, other than the one that enters it."""
+    above = (n for a in opened.regions[-1].autocasts for n in script.above(a.node))
+    return [n for n in above if isinstance(n, ast.FunctionDef) and n is not opened.function.node]
 
 
 def is_other_switch(script: Script, scaler: Scaler) -> bool:

@@ -58,12 +58,25 @@ class Options:
         off = {f"no_{name}", f"disable_{name}", f"no{name}", f"without_{name}", f"not_{name}", f"skip_{name}"}
         if any(other is not call and (n == name or n in off) for other, _, n in self.declared):
             return True
+        is_parser = "self.add_argument(" in self.script.source.text or "namespace=self" in self.script.source.text
+        spaces = _namespaces(self)
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
-                return True
-            if isinstance(node, ast.Call) and _sets(node, name):
+                # `self.amp = amp` of a trainer is another attribute of the same name, unless the object is the namespace.
+                is_own = not is_parser and isinstance(node.value, ast.Name) and node.value.id == "self"
+                if not is_own and not self._is_copy(node, spaces):
+                    return True
+            elif isinstance(node, ast.Call) and _sets(node, name):
                 return True
         return False
+
+    def _is_copy(self, target: ast.Attribute, spaces: set[str]) -> bool:
+        """Whether an assignment copies an option to another object: `cfg.amp = args.amp`."""
+        statement = self.script.outline.parents.get(target)
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        if not isinstance(value, ast.Attribute) or value.attr != target.attr:
+            return False
+        return _name_of(value.value) in spaces and _name_of(target.value) not in spaces
 
 
 def _sets(call: ast.Call, name: str) -> bool:

@@ -2,8 +2,8 @@
 
 Such an object scales the loss, unscales and clips gradients and decides when an optimizer steps; a script that does one
 of these itself bypasses it. Each is recognised by the class that creates it, with the precision it is set to: "fp16"
-(with a loss scale), "bf16", "fp32", "half" (16-bit weights, no loss scale), or "?" where another file or the launcher
-decides.
+(with a loss scale), "bf16", "fp32", "half" (16-bit weights, no loss scale), "not fp16" where an option decides between
+the others, or "?" where another file or the launcher decides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.formats import may_be_none
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
@@ -49,13 +50,8 @@ _CREATED_BY = {
     "lightning_fabric.Fabric": FABRIC,
 }
 _ONLY_ACCELERATE = (
-    "accumulate",
-    "unwrap_model",
-    "wait_for_everyone",
-    "gather_for_metrics",
-    "prepare",
-    "clip_grad_norm_",
-)
+    "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
+)  # fmt: skip
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
 _TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
@@ -241,7 +237,9 @@ def _precision(outline: Outline, node: ast.expr | None, function: Function, abse
     if values == {...} and key_of(node) and key_of(node) not in function.params:
         values = {constant(value) for value in outline.values(key_of(node), function)} or {...}
     names = {_NAMES.get(str(value).lower(), absent if value is None else "?") for value in values}
-    return names.pop() if len(names) == 1 else "?"
+    if len(names) == 1 and names != {"?"}:
+        return names.pop()
+    return "not fp16" if is_excluded(outline, node, {"fp16", "16", "16-mixed"}) else "?"
 
 
 _NAMES = {

@@ -17,13 +17,13 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "adds_entries",
-    "continues",
     "entry_of",
     "is_setting",
     "looks_up",
     "looped_objects",
     "passed_objects",
     "restored_copies",
+    "restored_counter",
     "restores",
     "saves",
     "written_out",
@@ -31,6 +31,7 @@ __all__ = [
 
 MAX_DEPTH = 4
 _COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters"}
+_START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the parameter with the epoch to start at
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 # Also `save_best_model`, `save_sft_checkpoint`; a final one is not for resuming.
 _SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?|((?!final_)[a-z0-9]+_){1,2})?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
@@ -56,7 +57,7 @@ def restores(name: str) -> bool:
     return bool(_RESTORES.search(name))
 
 
-def continues(outline: Outline) -> bool:
+def _continues(outline: Outline) -> bool:
     """Whether a file reads the epoch or step of a checkpoint to train from the next one: `start = state["epoch"] + 1`."""
     if "load" not in outline.calls or not _COUNTERS & outline.strings:
         return False
@@ -66,6 +67,24 @@ def continues(outline: Outline) -> bool:
             if _reads_counter(node.left) or _reads_counter(value):
                 return True
     return False
+
+
+def restored_counter(outline: Outline, scalers: tuple[Scaler, ...], function: Function, scaler: str) -> str:
+    """What a resumed run continues from, besides the optimizer, in words; "" if the text shows no resumed run.
+
+    Where a function creates the scaler and starts at an epoch that it is passed, nobody else can restore that scaler.
+    """
+    if _continues(outline):
+        return "the weights and the epoch are restored"
+    if not any(s.function is function and s.key == scaler and "." not in scaler for s in scalers):
+        return ""
+    loops = (n for n in ast.walk(function.node) if isinstance(n, ast.For))
+    calls = (n for loop in loops for n in ast.walk(loop.iter) if isinstance(n, ast.Call) and len(n.args) > 1)
+    names = (
+        key_of(call.args[0]) for call in calls if key_of(call.func) in {"range", "trange"}
+    )  # also tqdm(range(...))
+    start = next((name for name in names if name in function.params and _START.search(name)), "")
+    return f"`{start}` is restored" if start else ""
 
 
 def _reads_counter(node: ast.expr) -> bool:

@@ -83,14 +83,23 @@ def is_forgotten(script: Script, trace: Trace, index: int) -> bool:
     following = next(later(trace, index, *STEPS), None)
     if following is None or trace[following].kind != "opt_step" or not trace[following].optimizer:
         return False
-    if any(e.kind in {"unscale", "handed", "get_scale", "autograd_grad"} for e in trace):
+    mine = trace[following].optimizer.rsplit(".", 1)[-1]
+    if any(e.kind in {"handed", "get_scale", "autograd_grad"} for e in trace):
         return False
     scaled = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
-    served = {e.optimizer.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
-    mine = trace[following].optimizer.rsplit(".", 1)[-1]
+    served, unscaled = (
+        {e.optimizer.rsplit(".", 1)[-1] for e in script.events(kind)} for kind in ("scaler_step", "unscale")
+    )
     # Both always run: another branch of a condition may be the one without mixed precision.
-    together = scaled and all(e.guards == event.guards and e.loops == event.loops for e in scaled)
-    return bool(together) and bool(served) and "" not in served and mine not in served
+    together = bool(scaled) and all(_runs_with(e, event) for e in scaled)
+    return together and bool(served) and "" not in served | unscaled and mine not in served | unscaled
+
+
+def _runs_with(scaled: Event, event: Event) -> bool:
+    """Whether one backward runs in each iteration in which another one does, also on several micro-batches."""
+    depth = min(len(scaled.loops), len(event.loops))
+    is_near = depth > 0 or scaled.function is event.function or scaled.loops == event.loops
+    return is_near and scaled.loops[:depth] == event.loops[:depth] and set(scaled.guards) <= set(event.guards)
 
 
 def is_out_of_reach(script: Script, *events: Event) -> bool:
