@@ -17,8 +17,8 @@ from halfstep.check.script.flow.sources import (
     latest,
     selected,
 )
-from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for, returned_by
+from halfstep.check.script.objects.loading import stored_low
 from halfstep.check.script.objects.modules import attribute_values, created_classes
 from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, is_product, keeps_dtype, runs_in_autocast
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of

@@ -50,7 +50,9 @@ _CREATED_BY = {
     "lightning.fabric.Fabric": FABRIC,
     "lightning_fabric.Fabric": FABRIC,
 }
-_ONLY_ACCELERATE = "accumulate unwrap_model wait_for_everyone gather_for_metrics prepare clip_grad_norm_".split()
+_ONLY_ACCELERATE = (
+    "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
+)  # fmt: skip
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
 _TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
