@@ -104,7 +104,7 @@ class OverflowRaises(TraceRule):
         "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.step",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
     )
-    words = ("Accelerator", "ightning")
+    words = ("Accelerator", "on_train_batch_end", "on_after_backward")
     kinds = ("unscale", "owned_clip")
 
     def check(self, script: Script) -> Iterator[Finding]:
