@@ -308,7 +308,7 @@ class CheckpointDtypeTrained(ScriptRule):
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
                 continue
-            stored = stored_low(script, cast)
+            stored = stored_low(script.outline, cast)
             if stored is False or (stored is None and not is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.

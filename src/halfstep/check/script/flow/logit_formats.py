@@ -259,7 +259,7 @@ def _load_formats(script: Script, load: Cast) -> frozenset[str]:
     if load.form == "checkpoint" and keyword_of(script.outline, load.node, load.function, "quantization_config"):
         # Without a dtype, bitsandbytes loads the layers that it does not quantize, such as the head, in float16.
         return frozenset({"float16", "float32"})
-    return SIXTEEN_BIT if stored_low(script, load) and load.form == "load" else load.formats
+    return SIXTEEN_BIT if stored_low(script.outline, load) and load.form == "load" else load.formats
 
 
 def _is_prepared(outline: Outline, lineage: Lineage) -> bool:

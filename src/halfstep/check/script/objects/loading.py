@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
@@ -15,9 +14,6 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
-
-if TYPE_CHECKING:
-    from halfstep.check.script.script import Script
 
 __all__ = ["initialized", "is_language_model", "is_rebound", "lasting_casts", "loading_options", "stored_low"]
 
@@ -84,34 +80,34 @@ def is_language_model(cast: Cast) -> bool:
     return bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
 
 
-def stored_low(script: Script, cast: Cast) -> bool | None:
+def stored_low(outline: Outline, cast: Cast) -> bool | None:
     """Whether a checkpoint whose own dtype is loaded has 16 bits, from its name; None if the text does not decide it."""
     if AUTO not in cast.formats:
         return None
     name = argument(cast.node, 0, "pretrained_model_name_or_path")
-    texts = _texts(script, name, cast.function) if name is not None else set()
+    texts = _texts(outline, name, cast.function) if name is not None else set()
     words = [t for t in texts if isinstance(t, str)]
     if not words or len(words) != len(texts) or any(_ANY_MODEL.search(word) for word in words):
         return None
     return all(bool(_LOW_CHECKPOINTS.search(word)) for word in words)
 
 
-def _texts(script: Script, node: ast.expr, function: Function, depth: int = 3) -> set[object]:
+def _texts(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> set[object]:
     """The strings that a name may be: literals, also passed by the callers, or the default of an option."""
     key = key_of(node)
     if isinstance(constant(node), str) or not key or not depth:
         return {constant(node)} if isinstance(constant(node), str) else set()
-    texts = {constant(v) for v in script.outline.values(key, function)}
+    texts = {constant(v) for v in outline.values(key, function)}
     if key in function.params and not texts:
-        passed = list(passed_for(script.outline, key, function))
-        parts = [_texts(script, value, caller, depth - 1) for value, caller in passed]
+        passed = list(passed_for(outline, key, function))
+        parts = [_texts(outline, value, caller, depth - 1) for value, caller in passed]
         return set().union(*(part or {...} for part in parts))
-    return texts or _option_default(script, key.rsplit(".", 1)[-1])
+    return texts or _option_default(outline, key.rsplit(".", 1)[-1])
 
 
-def _option_default(script: Script, option: str) -> set[object]:
+def _option_default(outline: Outline, option: str) -> set[object]:
     """The default of a command-line option."""
-    for call, _ in script.outline.calls.get("add_argument", ()):
+    for call, _ in outline.calls.get("add_argument", ()):
         if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
             default = argument(call, None, "default")
             return {constant(default)} if default is not None else set()
