@@ -431,10 +431,13 @@ def test_an_optimizer_by_its_full_name_is_the_programs_own():
         ),
         ('{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "stage": 3}}', None),
         ("mixed_precision: fp16\ndistributed_type: NO\nnum_processes: 1\nnum_processes: 2\n", "advice"),
+        ("stage: sft\nfinetuning_type: lora\nbf16: true\nlearning_rate: 1.0e-4\nbf16: true\n", "error"),
+        ("stage: sft\nfinetuning_type: lora\nbf16: true\nlogging_steps: 5\nlogging_steps: 9\n", "error"),
+        ("stage: sft\nfinetuning_type: lora\nbf16: true\nlearning_rate: 1.0e-4\n", None),
     ],
 )
 def test_a_duplicate_key_counts_for_what_its_reader_does(text, severity):
-    """DeepSpeed rejects duplicates; Hugging Face and YAML read the last, which matters for numerical settings."""
+    """DeepSpeed and OmegaConf reject duplicates; Hugging Face and YAML read the last, which matters for numerical settings."""
     assert codes(text).get("HS254") == severity
 
 

@@ -138,3 +138,32 @@ with torch.autocast('cuda', enabled=amp):
 def test_an_option_read_by_hand_that_only_sets_its_default(value, default, more, expected):
     """HS133: a flag that is True by default, and that its option sets to True."""
     assert lines(PARSED.format(value=value, default=default, more=more), "HS133") == expected
+
+
+TESTED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    {use}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("num_overflows += int(torch.isnan(norm))", []),
+        ("report_nonfinite(epoch, norm=float(norm))", []),
+        ("log(float(norm))", [8]),
+        ("log(norm) if torch.isfinite(norm) else None", [8]),
+    ],
+)
+def test_a_norm_that_is_only_tested_for_inf(use, expected):
+    """The scale changes the number, but not whether it is finite."""
+    assert [f.line for f in findings(TESTED.format(use=use), "HS110")] == expected

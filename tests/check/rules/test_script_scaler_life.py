@@ -121,15 +121,18 @@ def test_a_helper_of_another_file_may_save_apex_by_itself():
     assert [f.line for f in findings("import torch\n" + text.format(save=state), "HS173")] == [10]
 
 
-def test_a_signature_that_is_tried_first_is_handled():
-    """A TypeError of the constructor that a handler catches is another version of torch, not a mistake."""
+def test_a_signature_that_no_version_of_torch_has():
+    """A handled TypeError of the constructor is advice: the handler always runs, and its deprecated name is no fallback."""
     text = (
-        "import torch\ntry:\n    scaler = torch.amp.GradScaler(device_type='cuda')\nexcept {error}:\n"
+        "import torch\ntry:\n    scaler = torch.amp.GradScaler({device}='cuda')\nexcept {error}:\n"
         "    scaler = torch.cuda.amp.GradScaler()\n"
     )
-    assert findings(text.format(error="TypeError"), "HS124") == []
-    assert findings(text.format(error="(AttributeError, TypeError)"), "HS124") == []
-    assert [f.line for f in findings(text.format(error="ImportError"), "HS124")] == [3]
+    for error in ("TypeError", "(AttributeError, TypeError)"):
+        wrong = text.format(device="device_type", error=error)
+        assert [(f.line, f.severity) for f in findings(wrong, "HS124", "HS190")] == [(3, "advice"), (5, "advice")]
+        assert findings(text.format(device="device", error=error), "HS124", "HS190") == []
+    other = findings(text.format(device="device_type", error="ImportError"), "HS124")
+    assert [(f.line, f.severity) for f in other] == [(3, "error")]
 
 
 @pytest.mark.parametrize(

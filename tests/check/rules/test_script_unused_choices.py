@@ -343,3 +343,32 @@ def test_a_policy_that_nothing_receives(name):
     assert [f.line for f in findings(SHARDED.format(name=name, wrapped="FSDP(model)"), "HS139")] == [6]
     assert findings(SHARDED.format(name=name, wrapped="FSDP(model, mixed_precision=policy)"), "HS139") == []
     assert findings(SHARDED.format(name=name, wrapped="policy"), "HS139") == []
+
+
+LIGHTNING = """\
+import argparse
+from lightning import Trainer
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true", help="mixed precision")
+args = parser.parse_args()
+precision = {choice}
+{other}
+Trainer(max_epochs=9, precision={used}).fit(model, data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "other", "used", "expected"),
+    [
+        ('"16-mixed" if args.fp16 else "32-true"', "", '"32-true"', [4]),
+        ('"16-mixed" if args.fp16 else "32-true"', "print(args.fp16)", '"32-true"', [6]),
+        ('"16-mixed" if args.fp16 else "32-true"', "", "precision", []),
+        ('"16-mixed" if args.fp16 else "32-true"', 'print(f"{precision}")', '"32-true"', []),
+        ('"16-mixed" if args.fp16 else "32-true"', "log(locals())", '"32-true"', []),
+        ('"high" if args.fp16 else "highest"', "", '"32-true"', []),
+    ],
+)
+def test_a_precision_of_lightning_that_nothing_reads(choice, other, used, expected):
+    """The keyword of the same name reads nothing; the option is reported where the choice is its only use."""
+    text = LIGHTNING.format(choice=choice, other=other, used=used)
+    assert [f.line for f in findings(text, "HS139")] == expected

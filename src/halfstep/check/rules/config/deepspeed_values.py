@@ -11,6 +11,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.deepspeed_schema import TOP_NUMBERS
 from halfstep.check.config.edits import replace_value
+from halfstep.check.config.kind import recipe_of
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.regex import regex
 from halfstep.check.rule import ConfigRule, Rule
@@ -30,6 +31,7 @@ _NUMERIC = regex(
     r"accumulat|batch_size|learning_rate|^lr$|eps|betas|weight_decay|enabled",
     re.IGNORECASE,
 )
+_OMEGACONF = {"llamafactory", "torchtune", "verl"}  # the tools that read their files with OmegaConf
 
 
 class DuplicateKey(ConfigRule):
@@ -39,21 +41,25 @@ class DuplicateKey(ConfigRule):
     name = "duplicate-key"
     severity = "error"
     reason = (
-        "DeepSpeed raises an error for a duplicate key in its JSON file. Every other reader (json, which Hugging Face uses "
+        "DeepSpeed raises an error for a duplicate key in its JSON file, and so does OmegaConf, with which LLaMA-Factory (since 0.9.2), "
+        "torchtune and verl read theirs. Every other reader (json, which Hugging Face uses "
         'for files with "auto", PyYAML, Python itself) silently keeps the last value, so one of the two settings has no effect.'
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "fp16": {"enabled": false}}',
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 8\n"
         "mixed_precision: bf16\n",
+        "stage: sft\nfinetuning_type: lora\ntemplate: qwen2_vl\nbf16: true\nlearning_rate: 1.0e-4\nbf16: true\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 8\n"
         "mixed_precision: fp16\n",
+        "stage: sft\nfinetuning_type: lora\ntemplate: qwen2_vl\nbf16: true\nlearning_rate: 1.0e-4\n",
     )
     references = (
         "https://www.rfc-editor.org/rfc/rfc8259#section-4",
+        "https://github.com/omry/omegaconf/blob/master/omegaconf/_utils.py",
         "measured: DeepSpeed 0.19.8 raises ValueError, 'Duplicate keys in DeepSpeed config'",
     )
 
@@ -64,6 +70,8 @@ class DuplicateKey(ConfigRule):
         nodes = list(walk(config.root))
         filled = any(isinstance(node, Scalar) and node.value == "auto" for node in nodes)  # by Hugging Face
         native = config.kind == "deepspeed" and config.source.language == "json" and not filled
+        recipe = recipe_of(config.root) if config.source.language in {"json", "yaml"} else None
+        strict = native or recipe in _OMEGACONF
         for node in nodes:
             first_entries: dict[str, Entry] = {}
             for entry in node.entries if isinstance(node, Block) else ():
@@ -71,14 +79,18 @@ class DuplicateKey(ConfigRule):
                 if first is entry:
                     continue
                 line = config.where(first.key_span).line
-                if not native and _equal(first, entry):
+                if not strict and _equal(first, entry):
                     continue
-                effect = "DeepSpeed raises an error" if native else "only the second has an effect"
+                effect = "only the second has an effect"
+                if strict:
+                    effect = (
+                        "DeepSpeed raises an error" if native else "OmegaConf raises an error when it reads the file"
+                    )
                 yield self.finding(
                     config.where(entry.key_span),
                     f"`{entry.key}` is already set at line {line}; {effect}.",
                     instead="Keep one of the two.",
-                    severity=None if native else "warning" if _NUMERIC.search(entry.key) else "advice",
+                    severity=None if strict else "warning" if _NUMERIC.search(entry.key) else "advice",
                 )
 
 

@@ -17,6 +17,8 @@ from halfstep.check.script.objects.engines import (
     engine_at,
     last_name,
     loop_class,
+    prepared_for,
+    scaling_accelerator,
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -108,6 +110,7 @@ class ClipBehindFramework(TraceRule):
         _MANUAL.format(clip=f"        {_CLIP.format('self')}\n", hook=""),
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
         _SHARDED.format(clip=_CLIP.format("model")),
+        _ACCELERATE.format(options='mixed_precision="fp16"', clip="    model.clip_grad_norm_(1.0)\n"),
     )
     good = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
@@ -115,6 +118,7 @@ class ClipBehindFramework(TraceRule):
         _FABRIC.format(clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)"),
         _MANUAL.format(clip="", hook=_HOOK),
         _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
+        _ACCELERATE.format(options='mixed_precision="bf16"', clip="    model.clip_grad_norm_(1.0)\n"),
     )
     references = (
         _DOCS,
@@ -156,9 +160,11 @@ class ClipBehindFramework(TraceRule):
         is_own = owner is None or (
             owner.base == "trainer" and "master_params" not in text_of(call)
         )  # Apex unscales those
-        engine = _backward_engine(script, trace, index) if is_torch and is_own else None
+        if not is_torch:
+            return self._by_model(script, trace, index) if owner is None else None
+        engine = _backward_engine(script, trace, index) if is_own else None
         if engine is None:
-            return self._on_shards(script, trace, index) if is_torch and is_own else None
+            return self._on_shards(script, trace, index) if is_own else None
         plugin = {"fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}.get(engine.plugin, "")
         severity: Severity = "error" if engine.precision == "fp16" else "warning"
         if engine.precision == "fp16":
@@ -179,6 +185,24 @@ class ClipBehindFramework(TraceRule):
             f"these gradients are {state}; torch's `{last_name(text_of(call.func))}` clips them as they are",
             instead=f"{engine.key}.{own}",
             severity=severity,
+        )
+
+    def _by_model(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for `model.clip_grad_norm_(1.0)` of a prepared model that FSDP has wrapped: it unscales nothing."""
+        event = trace[index]
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        engine, scaling = _backward_engine(script, trace, index), scaling_accelerator(script)
+        if not isinstance(func, ast.Attribute) or func.attr not in _NORMS or engine is None or scaling is None:
+            return None
+        names = prepared_for(script, ACCELERATE, event).names
+        if engine.library != ACCELERATE or last_name(key_of(func.value)) not in names:
+            return None
+        condition = "" if engine.precision == "fp16" else "in fp16 "
+        return self.finding(
+            script.where(event.node),
+            f"{condition}these gradients are still multiplied by the loss scale of `{engine.key}`; `{text_of(func)}` of FSDP clips them as they are",
+            instead=f"call {engine.key}.unscale_gradients() first, or {engine.key}.clip_grad_norm_({key_of(func.value)}.parameters(), ...)",
+            severity=None if condition else "error",
         )
 
     def _on_shards(self, script: Script, trace: Trace, index: int) -> Finding | None:

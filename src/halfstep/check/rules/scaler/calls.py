@@ -17,7 +17,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.scaler_class import is_data_scaler
+from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS, is_data_scaler
 
 __all__ = ["RULES"]
 
@@ -62,7 +62,7 @@ class ScalerArguments(ScriptRule):
     reason = (
         "`torch.amp.GradScaler(device, init_scale, ...)` and the older `torch.cuda.amp.GradScaler(init_scale, ...)` differ "
         "in their first argument, so a bare number, a flag or a device can land in the wrong place, and only the first accepts `device=`, "
-        "which raises TypeError in the other. growth_factor must be above 1 "
+        "which raises TypeError in the other. No version of torch has `device_type`, which is autocast's. growth_factor must be above 1 "
         "and backoff_factor below 1, or the constructor raises; with a growth_interval below 1 the scale never grows, and a "
         "scale of 0 gives NaN."
     )
@@ -72,6 +72,7 @@ class ScalerArguments(ScriptRule):
         "import torch\nscaler = torch.amp.GradScaler('cuda', growth_factor=1.0)\n",
         "import torch\nscaler = torch.cuda.amp.GradScaler(device='cuda')\n",
         "import torch\nscaler = torch.cuda.amp.GradScaler(args.use_amp)\n",
+        "import torch\ntry:\n    scaler = torch.amp.GradScaler(device_type='cuda')\nexcept TypeError:\n    scaler = torch.amp.GradScaler()\n",
     )
     good = (
         "import torch\nscaler = torch.amp.GradScaler('cuda')\n",
@@ -86,10 +87,17 @@ class ScalerArguments(ScriptRule):
             if script.outline.names.ambiguous(scaler.node.func):
                 continue
             fault = self._fault(scaler)
-            if fault and not (fault.endswith("TypeError") and _is_handled(script, scaler.node)):
-                flag = key_of(scaler.node.args[0]) if scaler.node.args else ""
-                right = f"enabled={flag}" if _FLAG.search(flag) else "init_scale=2.0**16"
-                yield self.finding(script.where(scaler.node), fault, instead=f'torch.amp.GradScaler("cuda", {right})')
+            if not fault:
+                continue
+            is_handled = fault.endswith("TypeError") and _is_handled(script, scaler.node)
+            flag = key_of(scaler.node.args[0]) if scaler.node.args else ""
+            right = f"enabled={flag}" if _FLAG.search(flag) else "init_scale=2.0**16"
+            yield self.finding(
+                script.where(scaler.node),
+                f"{fault} in every version of torch, so the handler always runs" if is_handled else fault,
+                instead=f'torch.amp.GradScaler("cuda", {right})',
+                severity="advice" if is_handled else None,
+            )
 
     @staticmethod
     def _fault(scaler: Scaler) -> str:
@@ -108,11 +116,8 @@ class ScalerArguments(ScriptRule):
             return f"{scaler.api} expects {expected} first, not `{name}`" + (
                 "" if _DEVICE.search(name) else ": the scaler is always enabled"
             )
-        unknown = [
-            k.arg
-            for k in call.keywords
-            if k.arg is not None and k.arg not in {*_LIMITS, "enabled", *(() if old else ("device",))}
-        ]
+        names = SCALER_ARGUMENTS - {"device"} if old else SCALER_ARGUMENTS
+        unknown = [k.arg for k in call.keywords if k.arg is not None and k.arg not in names]
         if unknown:
             return f"{scaler.api} has no argument `{unknown[0]}`: TypeError"
         for position, (name, limits) in enumerate(_LIMITS.items(), start=shift):
@@ -123,7 +128,7 @@ class ScalerArguments(ScriptRule):
 
 
 def _is_handled(script: Script, call: ast.Call) -> bool:
-    """Whether a handler catches the TypeError of a call: another signature is tried next, for another version of torch."""
+    """Whether a handler catches the TypeError of a call: another signature is tried next."""
     inner: ast.AST = call
     for outer in script.above(call):
         if isinstance(outer, ast.Try) and any(inner is statement for statement in outer.body):

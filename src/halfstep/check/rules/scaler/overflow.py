@@ -13,8 +13,16 @@ from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import (
+    ACCELERATE,
+    engine_at,
+    lightning_methods,
+    scaling_accelerator,
+    trains_in_fp16,
+)
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["RULES"]
@@ -32,12 +40,38 @@ for x, y in loader:
 {test}    scaler.step(optimizer)
     scaler.update()
 """
+_OWNED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="{precision}")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    accelerator.backward(loss_fn(model(x), y))
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+{test}    optimizer.step()
+"""
+_CALLBACK = """\
+import torch
+from lightning import Callback, Trainer
+
+class StopAtNan(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        for name, weight in module.named_parameters():
+            if {tested}:
+                raise RuntimeError(name)
+
+Trainer(precision="16-mixed", gradient_clip_val=1.0, callbacks=[StopAtNan()]).fit(module, data)
+"""
 _RAISE = "    if not torch.isfinite(norm):\n        raise RuntimeError('gradient norm is not finite')\n"
 _NOT_FINITE = regex(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
 _GRADIENT = regex(r"grad|norm", re.IGNORECASE)
 _LOSS = regex(r"loss", re.IGNORECASE)
 # A limit on how many in a row are accepted, or a test of the scale itself.
 _LENIENT = regex(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
+# The hooks of Lightning between a backward and the next `zero_grad`.
+_HOOKS = {"on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "configure_gradient_clipping"}
+_INSTEAD = "remove the test, or count the skipped steps and raise only after many in a row"
 
 
 class OverflowRaises(TraceRule):
@@ -49,27 +83,48 @@ class OverflowRaises(TraceRule):
     reason = (
         "A dynamic loss scale is found by overflowing: it starts at 65536 and doubles after 2000 steps without inf, so gradients that are "
         "inf or NaN after `unscale_` are normal in float16. `scaler.step` skips such a step and `update` halves the scale. A test that "
-        "raises between the two, or `clip_grad_norm_(..., error_if_nonfinite=True)`, ends the run instead, often in its first step."
+        "raises between the two, or `clip_grad_norm_(..., error_if_nonfinite=True)`, ends the run instead, often in its first step. The scalers of Accelerate and "
+        "Lightning work in the same way; a hook of Lightning sees the gradients of a skipped step too."
     )
     bad = (
         _LOOP.format(strict="", test=_RAISE),
         _LOOP.format(strict=", error_if_nonfinite=True", test=""),
         _LOOP.format(strict="", test="    assert torch.isfinite(norm), 'gradient norm is not finite'\n"),
+        _OWNED.format(precision="fp16", test=_RAISE),
+        _CALLBACK.format(tested="weight.grad is not None and torch.isnan(weight.grad).any()"),
     )
     good = (
         _LOOP.format(strict="", test=""),
         _LOOP.format(strict="", test=_RAISE.replace("norm):", "loss):")),
         _LOOP.format(strict="", test=_RAISE.replace("norm):", "norm) and num_skipped > 50:")),
+        _OWNED.format(precision="bf16", test=_RAISE),
+        _CALLBACK.format(tested="torch.isnan(weight).any()"),
     )
     references = (
         "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.step",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
     )
-    kinds = ("unscale",)
+    words = ("Accelerator", "on_train_batch_end", "on_after_backward")
+    kinds = ("unscale", "owned_clip")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Every event of the traces, and the hooks that Lightning runs while there are gradients."""
+        yield from super().check(script)
+        if "ightning" not in script.source.text or not trains_in_fp16(script):
+            return
+        places = {p: f.name for f in lightning_methods(script) if f.name in _HOOKS for _, p in _raising(script, f)}
+        for place, hook in places.items():
+            yield self.finding(
+                script.where(place),
+                f"this ends the run when a float16 gradient overflows: `{hook}` also runs for the steps that Lightning's scaler skips",
+                instead=_INSTEAD,
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ after which the same function raises for gradients that are not finite, before the step."""
         event = trace[index]
+        if event.kind == "owned_clip":
+            return self._owned(script, trace, index)
         if (
             without_amp(event)
             or switched_off(script, event)
@@ -85,16 +140,36 @@ class OverflowRaises(TraceRule):
         return self.finding(
             script.where(place),
             f"this ends the run when a float16 gradient overflows; `{name}.step` skips such a step and `{name}.update()` lowers the scale",
-            instead="remove the test, or count the skipped steps and raise only after many in a row",
+            instead=_INSTEAD,
             severity=None if _is_float16(script) and _is_default(script, event) else "warning",
+        )
+
+    def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The same after the clip of Accelerate, which unscales."""
+        event = trace[index]
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        key = key_of(func.value) if isinstance(func, ast.Attribute) else ""
+        engine, scaling = engine_at(script, key, event.function), scaling_accelerator(script)
+        if engine is None or engine.library != ACCELERATE or scaling is None:
+            return None
+        place = self._between(script, trace, index)
+        if place is None:
+            return None
+        condition = "" if engine.precision == "fp16" else "with mixed_precision='fp16' "
+        return self.finding(
+            script.where(place),
+            f"{condition}this ends the run when a gradient overflows; the prepared optimizer skips such a step and lowers the scale",
+            instead=_INSTEAD,
+            severity="warning" if condition else None,
         )
 
     @staticmethod
     def _between(script: Script, trace: Trace, index: int) -> ast.AST | None:
         """What raises between an unscale_ and the step, in its function or in one of its callers."""
         event = trace[index]
+        ends = {"opt_step"} if event.kind == "owned_clip" else {"scaler_step", "update"}
         for depth in range(len(event.roots), -1, -1):
-            after = [e for e in trace[index + 1 :] if e.kind in {"scaler_step", "update"} and len(e.roots) >= depth]
+            after = [e for e in trace[index + 1 :] if e.kind in ends and len(e.roots) >= depth]
             after = [e for e in after if e.roots[:depth] == event.roots[:depth]]
             function = _function_at(script, event, depth)
             if not after or function is None or after[0].loops != event.loops:

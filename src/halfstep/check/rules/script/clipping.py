@@ -22,8 +22,9 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over, contexts_before
-from halfstep.check.script.objects.engines import ACCELERATE, engine_at
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.command_line import Options
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -31,6 +32,7 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = ["RULES"]
 
 _CLIPS = regex(r"clip", re.IGNORECASE)
+_WINDOW_END = regex(r"sync|accum|step|batch|%", re.IGNORECASE)
 _OWN = regex(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
 _BRANCHES = """\
 import torch
@@ -168,6 +170,20 @@ for i, (x, y) in enumerate(loader):
 {inside}        optimizer.step()
         optimizer.zero_grad()
 """
+_TRAINER = """\
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Clipping(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        {clip}
+        return loss.detach()
+
+args = TrainingArguments("out", bf16=True, gradient_accumulation_steps=4{options})
+Clipping(model=model, args=args, train_dataset=data).train()
+"""
 _PLAIN_CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 _OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
 _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
@@ -190,11 +206,13 @@ class ClipEveryMicroBatch(TraceRule):
         _PLAIN.format(outside=f"    {_PLAIN_CLIP}\n", inside=""),
         _ACCUMULATE.format(clip=f"        {_OWN_CLIP}"),
         _WINDOW.format(outside=f"    {_OWN_CLIP}\n", inside=""),
+        _TRAINER.format(clip=_PLAIN_CLIP, options=""),
     )
     good = (
         _PLAIN.format(outside="", inside=f"        {_PLAIN_CLIP}\n"),
         _ACCUMULATE.format(clip=f"        if accelerator.sync_gradients:\n            {_OWN_CLIP}"),
         _WINDOW.format(outside="", inside=f"        {_OWN_CLIP}\n"),
+        _TRAINER.format(clip="self.num_batches += 1", options=", max_grad_norm=1.0"),
     )
     references = ("https://github.com/huggingface/accelerate/issues/641", _DOCS)
     words = ("Accelerator",)
@@ -206,6 +224,9 @@ class ClipEveryMicroBatch(TraceRule):
         func = event.node.func if isinstance(event.node, ast.Call) else None
         if func is None or measures_only(event.node):
             return None
+        owner = loop_class(script, event.function.cls) if event.function.cls else None
+        if owner is not None and owner.base == "trainer":
+            return self._in_trainer(script, event)
         # torch's own function is wrong there too: the Accelerator is then the one of the context.
         regions = [r.node.func for r in event.regions if isinstance(r.node, ast.Call)]
         contexts = [f.value for f in regions if isinstance(f, ast.Attribute) and f.attr == "accumulate"]
@@ -246,6 +267,22 @@ class ClipEveryMicroBatch(TraceRule):
             severity=severity,
         )
 
+    def _in_trainer(self, script: Script, event: Event) -> Finding | None:
+        """The finding for a clip in `training_step` of a transformers Trainer, which runs once per micro-batch."""
+        settings = [text for text, _ in event.guards if _WINDOW_END.search(text)]
+        if event.function.name != "training_step" or settings or event.accumulating:
+            return None
+        sites = [s for name, calls in script.outline.calls.items() if name.endswith("TrainingArguments") for s in calls]
+        steps = [argument(site.call, None, "gradient_accumulation_steps") for site in sites]
+        numbers = [_default(script, node) for node in steps if node is not None]
+        if not steps or len(numbers) != len(steps) or not all(isinstance(n, int) and n > 1 for n in numbers):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`training_step` runs once per micro-batch, {numbers[0]} times per step, so incomplete sums of the gradients are clipped",
+            instead="set max_grad_norm of the TrainingArguments: the Trainer clips once per step, after it has unscaled",
+        )
+
     def _in_window(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a clip that runs as often as the backward, while the step waits for the end of a window."""
         event = trace[index]
@@ -273,6 +310,14 @@ class ClipEveryMicroBatch(TraceRule):
             f"only when {window.ends}: incomplete sums are clipped",
             instead="clip once per window, right before the step",
         )
+
+
+def _default(script: Script, node: ast.expr) -> object:
+    """The number that an expression is, or that is the default of the option which it reads."""
+    if not isinstance(node, ast.Attribute):
+        return constant(node)
+    declared = [call for call, _, name in Options(script).declared if name == node.attr]
+    return constant(argument(declared[0], None, "default")) if len(declared) == 1 else ...
 
 
 RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipEveryMicroBatch)

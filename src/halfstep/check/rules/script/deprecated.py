@@ -14,6 +14,7 @@ from halfstep.check.script.flow.unbound import is_bound
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import Imported, chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
+from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS
 
 __all__ = ["RULES"]
 
@@ -156,7 +157,7 @@ def _modern_branches(script: Script) -> set[tuple[str, ast.AST]]:
         (old, around)
         for old in _OLD
         for call, _ in script.outline.library_calls.get(f"torch.amp.{old.rsplit('.', 1)[-1]}", ())
-        if _device_of(call) in {"", old.split(".")[1]}
+        if _device_of(call) in {"", old.split(".")[1]} and not _always_raises(call)
         for around in _around(script, call)
     }
 
@@ -176,8 +177,14 @@ def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) ->
     # `try: return amp.GradScaler("cuda") / except Exception: return torch.cuda.amp.GradScaler()`, wherever amp comes from
     tries = [around for around in _around(script, use.name) if isinstance(around, ast.Try)]
     tried = [node for around in tries for part in around.body for node in ast.walk(part)]
-    calls = [node.func for node in tried if isinstance(node, ast.Call) and node.func is not use.name]
-    return any(isinstance(func, ast.Attribute) and func.attr == last for func in calls)
+    calls = [node for node in tried if isinstance(node, ast.Call) and node.func is not use.name]
+    return any(isinstance(c.func, ast.Attribute) and c.func.attr == last and not _always_raises(c) for c in calls)
+
+
+def _always_raises(call: ast.Call) -> bool:
+    """Whether a call of GradScaler has an argument that it has in no version of torch: what handles it always runs."""
+    names = {k.arg for k in call.keywords if k.arg is not None}
+    return chain(call.func)[-1:] == ("GradScaler",) and not names <= SCALER_ARGUMENTS
 
 
 def _is_by_device(node: ast.AST) -> bool:

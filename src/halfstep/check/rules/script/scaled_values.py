@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
@@ -31,6 +32,7 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
+_FINITE = regex(r"finite|is_?nan|is_?inf(?!er)|overflow", re.IGNORECASE)
 _SCALE_NAME = regex(r"loss_?scale$", re.IGNORECASE)
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
@@ -116,7 +118,7 @@ class ScaledGradientsRead(TraceRule):
             return None
         steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
         is_between = not steps and _between_steps(trace, index, trace[start].scaler)
-        if not (steps or is_between) or _only_normalizes(script, event):
+        if not (steps or is_between) or _only_normalizes(script, event) or _only_tested(script, event):
             return None
         if steps and scales_between(trace, start, steps[0]):
             return None  # what is measured is divided by `scaler.get_scale()`
@@ -162,7 +164,7 @@ class ScaledGradientsRead(TraceRule):
                 instead = f"call {engine.key}.clip_gradients first, which unscales and returns the norm"
         else:
             return None
-        if precision not in {"fp16", "?"}:
+        if precision not in {"fp16", "?"} or _only_tested(script, event):
             return None
         if precision == "?" and script.autocasts and all(a.dtype == "bfloat16" for a in script.autocasts):
             return None  # the file computes in bfloat16
@@ -203,6 +205,31 @@ def _only_normalizes(script: Script, event: Event) -> bool:
     uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     uses = [n for n in uses if not isinstance(_outside_arithmetic(script, n), (ast.Compare, ast.Call))]
     return bool(uses) and all(_divides_gradient(script, n, event.function) for n in uses)
+
+
+def _only_tested(script: Script, event: Event) -> bool:
+    """Whether a norm is only tested for inf and NaN, which the scale does not change: `is_finite(float(norm))`."""
+    statement = script.statement(event.node)
+    if not isinstance(statement, ast.Assign) or statement.value is not event.node:
+        return False
+    name, scope = key_of(statement.targets[0]), ast.walk(event.function.node)
+    uses = [n for n in scope if isinstance(n, (ast.Name, ast.Attribute)) and key_of(n) == name]
+    loads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+    return bool(name and loads) and all(map(partial(_is_tested, script), loads))
+
+
+def _is_tested(script: Script, node: ast.AST) -> bool:
+    """Whether a number is an argument of a function that is named for values that are not finite."""
+    for parent in script.above(node):
+        if isinstance(parent, ast.Call):
+            name = text_of(parent.func).rsplit(".", 1)[-1]
+            if _FINITE.search(name):
+                return True
+            if name not in {"float", "item", "detach", "tensor", "as_tensor"}:
+                return False
+        elif not isinstance(parent, (ast.keyword, ast.Attribute)):
+            return False
+    return False
 
 
 def _outside_arithmetic(script: Script, node: ast.AST) -> ast.AST | None:

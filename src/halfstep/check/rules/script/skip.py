@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -151,36 +152,59 @@ class SkipWithoutUpdate(TraceRule):
 
     def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The same for Accelerate: its clip unscales, and only the prepared optimizer's step updates the scaler."""
-        owner, skip = _owned_skip(script, trace, index)
-        if owner is None or skip is None:
+        skip = _owned_skip(script, trace, index)
+        if skip is None:
             return None
+        owner = skip.owner
         condition = "" if owner.precision == "fp16" else "with mixed_precision='fp16' "
         return self.finding(
             script.where(trace[index].node),
-            f"{script.at(skip.body[-1])} skips the step that updates the scaler of `{owner.key}` after this clip has unscaled the "
+            f"{skip.place} skips the step that updates the scaler of `{owner.key}` after this clip has unscaled the "
             f"gradients: {condition}the next clip raises RuntimeError",
             instead=f"remove the test: the prepared optimizer skips such a step itself ({owner.key}.optimizer_step_was_skipped)",
             severity=None if owner.precision == "fp16" else "warning",
         )
 
 
-def _owned_skip(script: Script, trace: Trace, index: int) -> tuple[Engine | None, ast.If | None]:
-    """The Accelerator that scales, and the test of the gradients after an event that leaves out every later clip and step."""
+class _Skip(NamedTuple):
+    """An Accelerator that scales, and a test of the gradients that leaves out every later clip and step."""
+
+    owner: Engine
+    test: ast.If
+    place: str  # what skips them, in words
+
+
+def _owned_skip(script: Script, trace: Trace, index: int) -> _Skip | None:
+    """The test of the gradients after an event of an Accelerator that scales the loss."""
     event = trace[index]
     engine = engine_at(script, event.subject if event.kind == "owned_backward" else _owner(event), event.function)
     owner = scaling_accelerator(script)
     if owner is None or engine is None or engine.library != ACCELERATE or not event.loops:
-        return None, None
-    later = [e for e in trace[index + 1 :] if compatible(e, event) and e.loops[:1] == event.loops[:1]]
-    uses = [e for e in later if e.kind in {"owned_clip", "opt_step", "handed"}]
-    if not any(e.kind == "opt_step" for e in uses) or any(e.kind == "handed" for e in uses):
-        return owner, None
-    for depth in range(len(event.roots), -1, -1):
-        skip = find_skip(script, event, depth)
-        if skip is not None and all(is_past(script, e, event, depth, skip) for e in uses):
-            # Before the scaler has looked for inf, only a test of the gradients keeps the scale as it is.
-            return owner, skip if event.kind == "owned_clip" or reads_gradients(script, skip, event) else None
-    return owner, None
+        return None
+    # A model that FSDP has wrapped clips itself, in a branch without the clip of the Accelerator, and unscales nothing.
+    others = [e for e in trace[index + 1 :] if e.kind == "clip" and compatible(e, event) and e.loops == event.loops]
+    for start in (event, *(others if event.kind == "owned_backward" else ())):
+        later = [e for e in trace[trace.index(start) + 1 :] if compatible(e, start) and e.loops[:1] == event.loops[:1]]
+        uses = [e for e in later if e.kind in {"owned_clip", "opt_step", "handed"}]
+        if not any(e.kind == "opt_step" for e in uses) or any(e.kind == "handed" for e in uses):
+            continue
+        skip = _skip_after(script, start, uses, owner)
+        # Before the scaler has looked for inf, only a test of the gradients keeps the scale as it is.
+        if skip is not None and (event.kind == "owned_clip" or reads_gradients(script, skip.test, event)):
+            return skip
+    return None
+
+
+def _skip_after(script: Script, start: Event, uses: list[Event], owner: Engine) -> _Skip | None:
+    """A test after an event that skips the uses of the scaler, or of which only one branch has them."""
+    for depth in range(len(start.roots), -1, -1):
+        skip = find_skip(script, start, depth)
+        if skip is not None and all(is_past(script, e, start, depth, skip) for e in uses):
+            return _Skip(owner, skip, script.at(skip.body[-1]))
+        branch = find_branch(script, start, depth, uses)
+        if branch is not None:
+            return _Skip(owner, branch, f"one branch of the test at {script.at(branch)}")
+    return None
 
 
 def _owner(event: Event) -> str:
@@ -257,13 +281,14 @@ class OverflowKeepsScale(TraceRule):
 
     def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The same for Accelerate, whose scaler looks for inf in the step of a prepared optimizer."""
-        owner, skip = _owned_skip(script, trace, index)
-        if owner is None or skip is None:
+        skip = _owned_skip(script, trace, index)
+        if skip is None:
             return None
+        owner = skip.owner
         condition = "" if owner.precision == "fp16" else "with mixed_precision='fp16', "
         return self.finding(
             script.where(skip.test),
-            f"{condition}{script.at(skip.body[-1])} skips the step of the prepared optimizer when the gradients overflow: the scale of "
+            f"{condition}{skip.place} skips the step of the prepared optimizer when the gradients overflow: the scale of "
             f"`{owner.key}` does not shrink, and the next batch overflows as well",
             instead=f"remove the test: the prepared optimizer skips such a step and lowers the scale ({owner.key}.optimizer_step_was_skipped)",
         )

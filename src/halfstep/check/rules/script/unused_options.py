@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
-from halfstep.check.script.objects.chosen import chooses_format, is_used_instead
+from halfstep.check.script.objects.chosen import chooses_format, is_used_instead, num_reads
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
@@ -33,7 +32,12 @@ _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|b
 _PASSED = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)|precision|(torch_|model_)?dtype")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
-_FORMAT = regex(r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype")  # a variable for a number format
+# A variable for a number format, and functions that may read it by its name.
+_FORMAT = regex(
+    r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
+)
+_BY_NAME = {"locals", "globals", "exec"}
+_PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp")
 _POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")
 # Anything that may compute in 16 bits, here or in what the file sets up.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
@@ -218,34 +222,33 @@ class UnusedPrecisionOption(ScriptRule):
         if not steps and not any(name.endswith("Trainer") for name in script.outline.calls):
             return
         named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
-        # By the text: the tree has what a table gives in the place of the variable.
-        words = Counter(re.findall(r"\w+", re.sub(r"#.*", "", script.source.text))) if named else Counter()
         read = _read_names(all_nodes(script.tree)) if named else set()
         for key in named:
             name, bindings = key.removeprefix("self."), script.outline.bindings[key]
-            chosen = [
-                b
-                for b in bindings
-                if b.value is not None and b.index is None and chooses_format(script.outline, b.value)
-            ]
-            if not chosen or len(chosen) != len(bindings) or name in read:
+            values = [b for b in bindings if b.value is not None and b.index is None]
+            chosen = [b for b in values if b.value is not None and chooses_format(script.outline, b.value)]
+            first = chosen[0] if chosen else None
+            if first is None or len(chosen) != len(bindings) or name in read:
                 continue
-            first = chosen[0]
-            if name == key and words[name] > len(bindings):
+            # By the text: the tree has what a table gives in the place of the variable.
+            if name == key and (num_reads(script.source.text, name) or script.outline.calls.keys() & _BY_NAME):
                 continue
             # Another file may read an attribute, unless this one uses the parameter in its place.
             if name != key and not is_used_instead(first.function.node, first.node):
                 continue
+            option = Options(script).only_for(first.value) if first.value is not None and len(chosen) == 1 else None
+            place, flag = option or (first.node, "")
             yield self.finding(
-                script.where(first.node),
-                f"`{key}` is assigned and never read: the format that it chooses is not the one of the run",
-                instead=f"use `{key}` for autocast or the model, or remove it",
+                script.where(place),
+                (f"`{flag}` only chooses `{key}`, which is" if option else f"`{key}` is assigned and")
+                + " never read: the format that it chooses is not the one of the run",
+                instead=f"use `{key}` for autocast, the model or the trainer, or remove it",
             )
 
     def _unread(self, script: Script) -> Iterator[Finding]:
         """Precision flags that a training function reads from its settings into a variable, and uses nowhere."""
         outline = script.outline
-        if "backward" not in outline.calls or {"locals", "globals", "exec"} & outline.calls.keys():
+        if "backward" not in outline.calls or _BY_NAME & outline.calls.keys():
             return
         flags = [key for key in outline.bindings if _FLAG.fullmatch(key)]
         nodes = all_nodes(script.tree) if flags else ()
@@ -349,9 +352,8 @@ class UnusedPrecisionOption(ScriptRule):
             return
         for scaler in script.scalers:
             guards = conditions_of(script.outline, scaler.node) if scaler.enabled == "yes" else ()
-            off = next(
-                (g.text for g in guards if not g.is_true and all(map(_AMP.fullmatch, g.text.split(" and ")))), ""
-            )
+            without = [g.text for g in guards if not g.is_true]
+            off = next((text for text in without if all(map(_AMP.fullmatch, text.split(" and ")))), "")
             inside = [g for a in regions for g in conditions_of(script.outline, a.node) if _AMP.fullmatch(g.text)]
             if off and not inside:
                 yield self.finding(

@@ -13,6 +13,7 @@ from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.expressions import arguments_of, options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
+from halfstep.check.script.objects.lifted import listed_models
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -170,7 +171,7 @@ def _shared_with_pipeline(script: Script) -> Iterator[tuple[VariableCast, str, a
                 continue  # after the training, or the weights are cast back in the loop
             bound = [b for b in outline.bindings.get(key, ()) if any(n is b.node for n in ast.walk(loop))]
             for model in (m for b in bound if isinstance(b.value, ast.Call) for m in _components(b.value)):
-                upcast = next((u for u in own if model in _upcast_models(script, u, caller)), None)
+                upcast = next((u for u in own if u.args and model in listed_models(outline, u.args[0], caller)), None)
                 if upcast is not None and cast.call not in reported:
                     reported.add(cast.call)
                     yield cast, model, upcast
@@ -194,14 +195,6 @@ def _components(pipeline: ast.Call) -> Iterator[str]:
         key = key_of(value.args[0] if isinstance(value, ast.Call) and is_unwrapped else value)
         if keyword.arg and key:
             yield key
-
-
-def _upcast_models(script: Script, upcast: ast.Call, function: Function) -> set[str]:
-    """The models of `cast_training_params([unet], dtype=torch.float32)`, also through a list in a variable."""
-    first = argument(upcast, 0, "model")
-    values = [first, *(script.outline.values(key_of(first), function) if key_of(first) else ())]
-    lists = [v.elts for v in values if isinstance(v, (ast.List, ast.Tuple))]
-    return {key_of(first), *(key_of(element) for elements in lists for element in elements)} - {""}
 
 
 def _unwrapped_for_generation(script: Script) -> Iterator[VariableCast]:

@@ -10,11 +10,12 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
-from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
 from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
+from halfstep.check.script.objects.lifted import lifted_in_float16
+from halfstep.check.script.objects.loading import is_language_model, stored_low
 from halfstep.check.script.objects.trainers import has_plugin
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -162,14 +163,8 @@ def is_stepped(script: Script, tie: Trained) -> bool:
     return not steps or any(not opposite & set(e.guards) for e in steps)
 
 
-def _optimizer_name(tie: Trained) -> str:
-    return text_of(tie.by.func)
-
-
 def _lost(low: frozenset[str]) -> str:
-    return (
-        "updates below 1/512 of a weight are lost" if "bfloat16" in low else "updates below 1/4096 of a weight are lost"
-    )
+    return f"updates below {'1/512' if 'bfloat16' in low else '1/4096'} of a weight are lost"
 
 
 def _severity(script: Script, tie: Trained, *, always: bool) -> Severity | None:
@@ -238,23 +233,28 @@ class WeightsWithoutMaster(ScriptRule):
             unless = "without DeepSpeed or FSDP, " if launched else ""
             restored = restoring_loop(tie.lineage)
             but = f", except the layers of line {restored[0].lineno}," if restored is not None else ""
-            no_master = "which keeps no float32 master weights"
-            if tie.is_assumed:
-                no_master = f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
+            adds = f"without float32 master weights unless `{text_of(tie.by.func)}` adds them"
+            no_master = adds if tie.is_assumed else "which keeps no float32 master weights"
             yield self.finding(
                 script.where(anchor(script, cast)),
-                f"{when(script, cast, tie.lineage)}{unless}{subject(cast)}{but} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
+                f"{when(script, cast, tie.lineage)}{unless}{subject(cast)}{but} is trained in {' or '.join(sorted(cast.low))} by `{text_of(tie.by.func)}` "
                 f"({script.at(tie.by)}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity="advice"
                 if restored is not None and restored[1] == "matrices"
                 else _severity(script, tie, always=not (launched or when(script, cast, tie.lineage))),
             )
+        for lift in lifted_in_float16(script):
+            yield self.finding(
+                script.where(lift.cast.call),
+                f"without DeepSpeed or FSDP, {lift.describe(script)}: updates below 1/512 of a weight are lost",
+                instead="cast the trained weights to float32 with bf16 as well",
+                severity="advice",
+            )
         for cast in script.training.cast_parameters:
-            low = " or ".join(sorted(cast.low))
             yield self.finding(
                 script.where(cast.node),
-                f"the trained parameters `{cast.key}` are cast to {low}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",
+                f"the trained parameters `{cast.key}` are cast to {' or '.join(sorted(cast.low))}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",
                 instead="leave trained parameters in float32; autocast computes in 16 bits",
                 severity=None if cast.is_certain else "advice",
             )
@@ -308,7 +308,7 @@ class CheckpointDtypeTrained(ScriptRule):
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
                 continue
-            stored = stored_low(script, cast)
+            stored = stored_low(script.outline, cast)
             if stored is False or (stored is None and not is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.

@@ -17,8 +17,8 @@ from halfstep.check.script.flow.sources import (
     latest,
     selected,
 )
-from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for, returned_by
+from halfstep.check.script.objects.loading import stored_low
 from halfstep.check.script.objects.modules import attribute_values, created_classes
 from halfstep.check.script.objects.outputs import MODEL_NAME, in_no_grad, is_product, keeps_dtype, runs_in_autocast
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
@@ -259,7 +259,7 @@ def _load_formats(script: Script, load: Cast) -> frozenset[str]:
     if load.form == "checkpoint" and keyword_of(script.outline, load.node, load.function, "quantization_config"):
         # Without a dtype, bitsandbytes loads the layers that it does not quantize, such as the head, in float16.
         return frozenset({"float16", "float32"})
-    return SIXTEEN_BIT if stored_low(script, load) and load.form == "load" else load.formats
+    return SIXTEEN_BIT if stored_low(script.outline, load) and load.form == "load" else load.formats
 
 
 def _is_prepared(outline: Outline, lineage: Lineage) -> bool:

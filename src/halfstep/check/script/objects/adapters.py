@@ -28,6 +28,7 @@ __all__ = [
     "adapter_use",
     "attachments",
     "is_attached_elsewhere",
+    "may_attach",
     "saved_layers",
     "upcasts_parameters",
 ]
@@ -210,11 +211,12 @@ def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast
 def _attaches(name: str, call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute) and name == "from_pretrained":
         return _is_adapter(text_of(call.func.value))
-    return _may_attach(name)
+    return may_attach(name)
 
 
 @lru_cache(maxsize=4096)  # the files of a project share most of their names
-def _may_attach(name: str) -> bool:
+def may_attach(name: str) -> bool:
+    """Whether a function attaches adapters or quantizes, by its name."""
     return not _ATTACHES_NOTHING.search(name) and (_is_adapter(name) or re.search(r"kbit|quantize", name) is not None)
 
 

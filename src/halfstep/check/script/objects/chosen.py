@@ -29,11 +29,27 @@ __all__ = [
     "float16_ways",
     "is_on_gpu",
     "is_used_instead",
+    "num_reads",
 ]
 
 MAX_DEPTH = 5
 MAX_WAYS = 8
 Guards = tuple[Guard, ...]
+# The names of formats in Lightning and Accelerate.
+PRECISIONS = {
+    "16-mixed",
+    "bf16-mixed",
+    "16-true",
+    "bf16-true",
+    "32-true",
+    "64-true",
+    "fp16",
+    "bf16",
+    "fp32",
+    "16",
+    "32",
+    "no",
+}
 _GPU = regex(r"is_available\(\)|(^|[._])(device|use_cuda|cuda|gpu|has_cuda|use_gpu)(\.type|_type)?$|'cuda'")
 _CPU = regex(r"== '(cpu|mps)'$")
 
@@ -142,11 +158,27 @@ def _renamed(guard: Guard, names: dict[str, str]) -> Guard:
 
 
 def chooses_format(outline: Outline, value: ast.expr) -> bool:
-    """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`."""
+    """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`.
+
+    The strings that Lightning and Accelerate have for them count as well: `"16-mixed" if args.fp16 else "32-true"`.
+    """
     if not isinstance(value, (ast.IfExp, ast.BoolOp, ast.Subscript, ast.Call)):
         return False
+    if isinstance(value, ast.IfExp):
+        arms = {constant(arm) for arm in (value.body, value.orelse)}
+        if len(arms) > 1 and all(isinstance(arm, str) and arm in PRECISIONS for arm in arms):
+            return True
     full = outline.names.full
     return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
+
+
+def num_reads(text: str, name: str) -> int:
+    """How often a program reads a variable, as it is written; what calls it in a keyword or a comment does not count."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return len(re.findall(rf"\b{name}\b", text))  # a notebook, with lines that are not Python
+    return sum(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Store) for n in nodes)
 
 
 def is_used_instead(function: ast.AST, statement: ast.AST) -> bool:

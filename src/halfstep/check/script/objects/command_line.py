@@ -53,6 +53,15 @@ class Options:
                 options.append((call, flag, dest if isinstance(dest, str) else flag.lstrip("-").replace("-", "_")))
         return options
 
+    def only_for(self, value: ast.AST) -> tuple[ast.Call, str] | None:
+        """The option that nothing but an expression reads, `"bf16" if args.bf16 else "no"`: its declaration and its flag."""
+        inside = {n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute)}
+        for call, flag, name in self.declared:
+            reads = [n for n in self.nodes if isinstance(n, ast.Attribute) and n.attr == name] if name in inside else []
+            if len(reads) == 1 and not any(isinstance(n, ast.Constant) and n.value == name for n in self.nodes):
+                return call, flag
+        return None
+
     def is_switched(self, call: ast.Call, name: str) -> bool:
         """Whether something else sets the value of an option: another option, an assignment, or a default."""
         off = {f"no_{name}", f"disable_{name}", f"no{name}", f"without_{name}", f"not_{name}", f"skip_{name}"}

@@ -35,10 +35,12 @@ __all__ = [
     "has_alternative",
     "last_name",
     "leaves_loss",
+    "lightning_methods",
     "loop_class",
     "prepared_for",
     "scaling_accelerator",
     "scaling_hooks",
+    "trains_in_fp16",
 ]
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
@@ -182,12 +184,8 @@ def leaves_loss(script: Script, event: Event) -> bool:
 def _accumulates_nothing(script: Script) -> bool:
     """Whether no Accelerator of a script is set to accumulate: the launcher can still set the number of steps."""
     calls = [site.call for name in _CREATED_BY for site in script.outline.library_calls.get(name, ())]
-    settings = {
-        "gradient_accumulation_steps",
-        "gradient_accumulation_plugin",
-        "deepspeed_plugin",
-        None,
-    }  # None: **kwargs
+    # None: **kwargs
+    settings = {"gradient_accumulation_steps", "gradient_accumulation_plugin", "deepspeed_plugin", None}
     is_set = any(len(call.args) > 2 or settings & {k.arg for k in call.keywords} for call in calls)
     is_assigned = any(key.endswith(".gradient_accumulation_steps") for key in script.outline.bindings)
     return bool(calls) and not is_set and not is_assigned and "accumulate" not in script.outline.calls
@@ -364,26 +362,33 @@ def _trainers(script: Script) -> Iterator[tuple[ast.Call, Function]]:
             yield from sites
 
 
+def trains_in_fp16(script: Script) -> bool:
+    """Whether a script creates Trainers of Lightning, and all of them scale the loss."""
+    precisions = [_with_default(script, call, function, "precision") for call, function in _trainers(script)]
+    return bool(precisions) and all(_NAMES.get(str(value).lower()) == "fp16" for value in precisions)
+
+
+def lightning_methods(script: Script) -> Iterator[Function]:
+    """The methods of the Lightning modules and callbacks of a script."""
+    for name, methods in script.outline.classes.items():
+        bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
+        if any(base.endswith(("LightningModule", "Callback")) for base in bases):
+            yield from methods.values()
+
+
 def scaling_hooks(script: Script) -> dict[Function, str]:
     """The hooks of Lightning in which gradients are still scaled, each with the reason; none unless every Trainer is fp16.
 
     After a backward they always are. At the end of a batch they are where the batch did not step, because the Trainer
     accumulates. An option that a configuration may set counts as its default: `config.get("precision", "16-mixed")`.
     """
-    calls = [call for call, _ in _trainers(script)]
-    precisions = [_with_default(script, call, function, "precision") for call, function in _trainers(script)]
-    if not calls or not all(_NAMES.get(str(value).lower()) == "fp16" for value in precisions):
+    if not trains_in_fp16(script):
         return {}
     windows = [_with_default(script, c, f, "accumulate_grad_batches") for c, f in _trainers(script)]
     reasons = {"on_after_backward": ""}
     if all(isinstance(value, int) and value > 1 for value in windows):
         reasons["on_train_batch_end"] = f" after a batch without a step (`accumulate_grad_batches={windows[0]}`)"
-    hooks: dict[Function, str] = {}
-    for name, methods in script.outline.classes.items():
-        bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
-        if any(base.endswith(("LightningModule", "Callback")) for base in bases):
-            hooks.update((methods[hook], reason) for hook, reason in reasons.items() if hook in methods)
-    return hooks
+    return {hook: reasons[hook.name] for hook in lightning_methods(script) if hook.name in reasons}
 
 
 def _with_default(script: Script, call: ast.Call, function: Function, name: str) -> object:

@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, last_name_of
 
-__all__ = ["SCALERS", "data_scalers", "is_data_scaler", "scaler_class"]
+__all__ = ["SCALERS", "SCALER_ARGUMENTS", "data_scalers", "is_data_scaler", "scaler_class"]
 
 # Classes and functions whose scalers are for data: `StandardScaler()`, `fit_feature_scaler(rows)`.
 _DATA = regex(
@@ -28,6 +28,8 @@ SCALERS = {
     "torch_xla.amp.GradScaler",
     "halfstep.GradScaler",
 }
+# The keyword arguments of torch.amp.GradScaler; torch.cuda.amp.GradScaler has no `device`.
+SCALER_ARGUMENTS = frozenset({"device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"})
 
 
 def is_data_scaler(name: str) -> bool:
