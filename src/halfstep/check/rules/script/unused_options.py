@@ -37,7 +37,6 @@ _FORMAT = regex(
     r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
 )
 _BY_NAME = {"locals", "globals", "exec"}
-_PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp")
 _POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")
 # Anything that may compute in 16 bits, here or in what the file sets up.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")

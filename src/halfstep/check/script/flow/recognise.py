@@ -14,7 +14,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
-from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, run_by_call, wrapped_variables
+from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, models_by_use, run_by_call
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -77,13 +77,7 @@ class Recogniser:
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
         self._data_scalers = data_scalers(outline) - self._scalers_by_use
-        # Variables that are wrapped, switched to evaluation, or whose parameters are read, are models, whatever their name.
-        self._models_by_use = wrapped_variables(outline) | {
-            _last(key_of(call.func.value))
-            for name in ("eval", "train", "parameters", "named_parameters")
-            for call, _ in outline.calls.get(name, ())
-            if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
-        } - {"", "self"}
+        self._models_by_use = models_by_use(outline)
         # Objects with a `backward(loss)` of their own, such as the engine of DeepSpeed.
         self._engines = {
             _last(key_of(call.func.value))

@@ -26,22 +26,9 @@ from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
-    "ACCELERATE",
-    "Engine",
-    "LoopClass",
-    "Prepared",
-    "engine_at",
-    "engines_of",
-    "has_alternative",
-    "last_name",
-    "leaves_loss",
-    "lightning_methods",
-    "loop_class",
-    "prepared_for",
-    "scaling_accelerator",
-    "scaling_hooks",
-    "trains_in_fp16",
-]
+    "ACCELERATE", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "last_name", "leaves_loss",
+    "lightning_methods", "loop_class", "prepared_for", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
+]  # fmt: skip
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
 _CREATED_BY = {

@@ -27,9 +27,9 @@ __all__ = [
     "is_on",
     "is_on_by_default",
     "is_part",
+    "models_by_use",
     "regions_in_forward",
     "run_by_call",
-    "wrapped_variables",
 ]
 
 WRAPS = {
@@ -74,7 +74,18 @@ def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[s
     return {name: frozenset(dtypes) for name, dtypes in classes.items()}
 
 
-def wrapped_variables(outline: Outline) -> set[str]:
+def models_by_use(outline: Outline) -> set[str]:
+    """The last names of the variables that are wrapped, switched to evaluation, or whose parameters are read: models, whatever their name."""
+    used = {
+        key_of(call.func.value).rsplit(".", 1)[-1]
+        for name in ("eval", "train", "parameters", "named_parameters")
+        for call, _ in outline.calls.get(name, ())
+        if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
+    }
+    return _wrapped_variables(outline) | used - {"", "self"}
+
+
+def _wrapped_variables(outline: Outline) -> set[str]:
     """The last names of the variables that contain a wrapped model: `parallel` of `self.parallel = DDP(model)`."""
     calls = [call for name in WRAPS for call, _ in outline.library_calls.get(name, ())]
     assigns = [a for call in calls if isinstance(a := outline.parents.get(call), ast.Assign)]
