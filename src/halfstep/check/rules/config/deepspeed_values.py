@@ -41,7 +41,7 @@ class DuplicateKey(ConfigRule):
     name = "duplicate-key"
     severity = "error"
     reason = (
-        "DeepSpeed raises an error for a duplicate key in its JSON file, and so does OmegaConf, with which LLaMA-Factory (since 0.9.2), "
+        "DeepSpeed raises an error for a duplicate key in its JSON file, and so does OmegaConf, with which LLaMA-Factory, "
         "torchtune and verl read theirs. Every other reader (json, which Hugging Face uses "
         'for files with "auto", PyYAML, Python itself) silently keeps the last value, so one of the two settings has no effect.'
     )

@@ -14,11 +14,11 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, loop_class
 from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]

@@ -17,13 +17,12 @@ from halfstep.check.script.objects.engines import (
     engine_at,
     engines_of,
     has_alternative,
-    last_name,
     loop_class,
     prepared_for,
 )
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

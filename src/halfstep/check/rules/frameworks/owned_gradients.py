@@ -15,14 +15,13 @@ from halfstep.check.script.objects.engines import (
     ACCELERATE,
     Engine,
     engine_at,
-    last_name,
     loop_class,
     prepared_for,
     scaling_accelerator,
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

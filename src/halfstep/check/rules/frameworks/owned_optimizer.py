@@ -18,7 +18,6 @@ from halfstep.check.script.objects.engines import (
     Engine,
     engine_at,
     engines_of,
-    last_name,
     loop_class,
     prepared_for,
     scaling_accelerator,
@@ -30,7 +29,7 @@ from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

@@ -11,10 +11,9 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, implied, later
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import last_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

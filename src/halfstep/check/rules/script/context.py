@@ -17,11 +17,11 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import is_float32_on_cpu
-from halfstep.check.script.objects.engines import engine_at, last_name
+from halfstep.check.script.objects.engines import engine_at
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

@@ -11,6 +11,7 @@ from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.unbound import is_bound
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import Imported, chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -138,17 +139,12 @@ def _uses(script: Script) -> Iterator[_Use]:
             if not isinstance(decorator, ast.Call) and names.full(decorator) in _OLD:
                 yield _Use(decorator, names.full(decorator), None)
     for bindings in outline.bindings.values():
-        values = [part for b in bindings[:MAX_BINDINGS] if b.value is not None for part in _arms(b.value)]
+        values = [part for b in bindings[:MAX_BINDINGS] if b.value is not None for part in options_of(b.value)]
         old = [part for part in values if isinstance(part, (ast.Attribute, ast.Name)) and names.full(part) in _OLD]
         # A name that may also be the new API, perhaps by `partial(torch.amp.autocast, ...)`, is chosen by version.
         inside = [n for part in values for n in ast.walk(part) if isinstance(n, ast.Attribute)] if old else []
         if old and not any(names.full(n).startswith(("torch.amp.", "torch.autocast")) for n in inside):
             yield from (_Use(part, names.full(part), None) for part in old)
-
-
-def _arms(value: ast.expr) -> list[ast.expr]:
-    """The values that an expression chooses from: `torch.cuda.amp.autocast if amp else nullcontext`."""
-    return [*_arms(value.body), *_arms(value.orelse)] if isinstance(value, ast.IfExp) else [value]
 
 
 def _modern_branches(script: Script) -> set[tuple[str, ast.AST]]:

@@ -32,13 +32,13 @@ from halfstep.check.script.flow.scaler_condition import (
     omitted_float16,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, loop_class
 from halfstep.check.script.objects.modules import is_on, is_on_by_default
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 

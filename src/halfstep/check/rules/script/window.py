@@ -25,11 +25,11 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of, window_of
-from halfstep.check.script.objects.engines import last_name, scaling_accelerator
+from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import is_one, key_of
+from halfstep.check.script.syntax.names import is_one, key_of, last_name
 
 __all__ = ["RULES"]
 

@@ -10,6 +10,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.values import autocasts_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -57,13 +58,13 @@ class WeightsChangedInsideAutocast(ScriptRule):
                     )
 
     @staticmethod
-    def _region(script: Script, call: ast.Call, function: object) -> ast.With | None:
+    def _region(script: Script, call: ast.Call, function: Function) -> ast.With | None:
         """The autocast block around a call, in its function."""
         node: ast.AST | None = call
         while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if isinstance(node, ast.With):
                 contexts = [item.context_expr for item in node.items]
-                if any(a.enabled != "no" for c in contexts for a in autocasts_of(script.outline, c, function)):  # type: ignore[arg-type]
+                if any(a.enabled != "no" for c in contexts for a in autocasts_of(script.outline, c, function)):
                     return node
             node = script.outline.parents.get(node)
         return None

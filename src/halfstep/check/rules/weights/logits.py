@@ -12,6 +12,7 @@ from halfstep.check.rules.weights.half_weights import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.flow.logit_formats import logit_formats
 from halfstep.check.script.flow.sources import sources_of
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.outputs import (
     Exit,
@@ -224,13 +225,8 @@ def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> boo
     """Whether a variable is one of the cross-entropies that are known, in every run."""
     outline = script.outline
     options = [func] if isinstance(func, ast.Call) else outline.values(key_of(func), function) if key_of(func) else []
-    arms = [base_of(arm) for option in options for arm in _arms(option)]
+    arms = [base_of(arm) for option in options for arm in options_of(option)]
     return bool(arms) and all(_computes_cross_entropy(script, arm) for arm in arms)
-
-
-def _arms(value: ast.expr) -> list[ast.expr]:
-    """The values that an expression chooses from: `SoftTargetCrossEntropy() if mixup else nn.CrossEntropyLoss()`."""
-    return [*_arms(value.body), *_arms(value.orelse)] if isinstance(value, ast.IfExp) else [value]
 
 
 def _computes_cross_entropy(script: Script, value: ast.expr) -> bool:

@@ -98,8 +98,8 @@ def _is_part(node: ast.Subscript) -> bool:
 def _assigned_formats(script: Script, binding: Binding, function: Function, depth: int) -> frozenset[str]:
     rows = iterated(binding)
     value = rows if rows is not None else element_of(binding)
-    if is_parts(value):
-        return logit_formats(script, value, function, getattr(binding.node, "lineno", 0), depth)  # type: ignore[arg-type]
+    if value is not None and is_parts(value):
+        return logit_formats(script, value, function, getattr(binding.node, "lineno", 0), depth)
     is_call = isinstance(value, ast.Call) and value is binding.value
     is_first = binding.index in {None, 0} or "logit" in binding.key or rows is not None or not is_call
     if is_call and isinstance(value, ast.Call) and binding.index is not None:

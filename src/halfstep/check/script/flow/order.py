@@ -30,6 +30,7 @@ __all__ = [
     "changes_in_loop",
     "earlier",
     "exclusive",
+    "function_around",
     "implied",
     "in_other_precision",
     "in_training_step",
@@ -190,7 +191,7 @@ def _rebinds(script: Script, key: str, event: Event) -> bool:
     bindings = [b for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS] if not key_of(b.value)]  # not copies
     bindings = [b for b in bindings if not _SAME_IN_RUN.search(key_of(getattr(b.value, "func", None)))]
     for place in (event.node, *reversed(event.roots)) if bindings else ():
-        loops, function = _loops_of(script, place), _function_of(script, place)
+        loops, function = _loops_of(script, place), function_around(script, place)
         lines = range(loops[-1].lineno, (loops[-1].end_lineno or 0) + 1) if loops else None
         here = [b for b in bindings if b.function.node is function]
         if any(lines is None or getattr(b.node, "lineno", 0) in lines for b in here):
@@ -200,7 +201,7 @@ def _rebinds(script: Script, key: str, event: Event) -> bool:
     return False
 
 
-def _function_of(script: Script, node: ast.AST) -> ast.AST:
+def function_around(script: Script, node: ast.AST) -> ast.AST:
     """The function around a node, or the module."""
     parent = script.outline.parents.get(node)
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -234,7 +235,7 @@ def in_training_step(script: Script, event: Event) -> bool:
         loops = _loops_of(script, place)
         while loops and _repeats_within(loops[-1]):
             loops.pop()
-        scope: ast.AST = loops[-1] if loops else _function_of(script, place)
+        scope: ast.AST = loops[-1] if loops else function_around(script, place)
         methods = [n for n in ast.walk(scope) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
         evaluates = any(text_of(n.func).endswith(".eval") for n in methods)
         backwards = [n for n in methods if text_of(n.func).endswith("backward")]

@@ -21,12 +21,12 @@ from halfstep.check.script.objects.formats import may_be_none
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
-    "ACCELERATE", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "last_name", "leaves_loss",
+    "ACCELERATE", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "leaves_loss",
     "lightning_methods", "loop_class", "prepared_for", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
 ]  # fmt: skip
 
@@ -83,11 +83,6 @@ class LoopClass:
 
     base: str  # "manual" or "automatic" (Lightning), "trainer" (transformers)
     precision: str
-
-
-def last_name(key: str) -> str:
-    """The last name of a variable: `optimizer` of `self.optimizer`."""
-    return key.rsplit(".", 1)[-1]
 
 
 @lru_cache(maxsize=4)  # rules ask for every event of one script

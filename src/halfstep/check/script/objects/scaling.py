@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import STEPS, later
+from halfstep.check.script.flow.order import STEPS, function_around, later
 from halfstep.check.script.flow.passing import stores
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of
@@ -104,18 +104,10 @@ def _runs_with(scaled: Event, event: Event) -> bool:
 
 def is_out_of_reach(script: Script, *events: Event) -> bool:
     """Whether the functions of some events name nothing that scales: the scaler of their class is for its other methods."""
-    places = {e.function.node for e in events} | {_function_of(script, root) for e in events for root in e.roots}
+    places = {e.function.node for e in events} | {function_around(script, root) for e in events for root in e.roots}
     if any(isinstance(place, ast.Module) for place in places):
         return False
     return not any(_SCALES.search(_identifier(node)) for place in places for node in ast.walk(place))
-
-
-def _function_of(script: Script, node: ast.AST) -> ast.AST:
-    """The function around a node, or the module."""
-    parent = script.outline.parents.get(node)
-    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        node, parent = parent, script.outline.parents.get(parent)
-    return parent or node
 
 
 def _identifier(node: ast.AST) -> str:

@@ -7,6 +7,7 @@ text is remembered: several lists of words have parts in common.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 
 __all__ = ["contains_any", "words_in"]
@@ -20,13 +21,8 @@ _PARTS = (
 
 def contains_any(text: str, words: tuple[str, ...]) -> bool:
     """Whether the text contains at least one of the words."""
-    searched = _searched(text)
-    for part, some in _by_part(words):
-        if part not in searched:
-            searched[part] = part in text
-        if searched[part] and (part in some or any(word in text for word in some)):
-            return True
-    return False
+    contains = _search(text)
+    return any(contains(part) and (part in some or any(w in text for w in some)) for part, some in _by_part(words))
 
 
 def words_in(text: str, words: tuple[str, ...]) -> list[str]:
@@ -35,9 +31,9 @@ def words_in(text: str, words: tuple[str, ...]) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _searched(text: str) -> dict[str, bool]:  # noqa: ARG001  (the key of the cache)
-    """The parts that were searched for in a text, and whether it contains them; filled by the caller."""
-    return {}
+def _search(text: str) -> Callable[[str], bool]:
+    """Whether the text contains a part, searched for once."""
+    return cache(text.__contains__)
 
 
 @cache
