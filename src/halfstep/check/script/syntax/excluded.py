@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Outline
 
 __all__ = ["is_excluded"]
@@ -63,4 +63,4 @@ def _strings(node: ast.expr | None) -> set[str] | None:
 
 
 def _last_name(node: ast.expr) -> str:
-    return key_of(node).rpartition(".")[2]
+    return last_name(key_of(node))
