@@ -14,7 +14,17 @@ from typing import Literal
 from halfstep.check.rule import Rule
 from halfstep.check.script.syntax.relevant import RuleWords
 
-__all__ = ["FIXABLE", "GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
+__all__ = [
+    "FIXABLE",
+    "GROUPS",
+    "PER_VALUE",
+    "Group",
+    "all_rules",
+    "find_rule",
+    "modules_of",
+    "rules_of",
+    "words_of_rules",
+]
 
 Group = Literal["files", "script", "config", "hardware", "advisories"]
 
@@ -35,6 +45,13 @@ GROUPS: dict[Group, tuple[str, ...]] = {
 FIXABLE = frozenset({
     "HS101", "HS102", "HS104", "HS170", "HS190", "HS206", "HS211", "HS218", "HS221", "HS241", "HS242", "HS251",
     "HS252", "HS253", "HS255", "HS257", "HS258", "HS260", "HS261", "HS264", "HS281", "HS285", "HS290",
+})  # fmt: skip
+# The rules that are also checked in the script for each value of its precision settings (`script.assumed`): what they report
+# there happens in a run with this value. Others look at what a script offers: a flag with one value looks unused, for example.
+PER_VALUE = frozenset({
+    "HS101", "HS102", "HS103", "HS104", "HS105", "HS106", "HS107", "HS108", "HS109", "HS110", "HS111", "HS112", "HS114", "HS115",
+    "HS116", "HS118", "HS123", "HS136", "HS145", "HS151", "HS156", "HS157", "HS160", "HS161", "HS166", "HS168", "HS185", "HS186",
+    "HS198", "HS199", "HS277",
 })  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
@@ -22,7 +22,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
 from halfstep.check.regex import regex
-from halfstep.check.registry import Group, rules_of, words_of_rules
+from halfstep.check.registry import PER_VALUE, Group, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.script.syntax.words import contains_any
 from halfstep.check.select import Selection
@@ -31,6 +31,9 @@ from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
 from halfstep.hardware.advisory_words import WORDS as AFFECTED_WORDS
+
+if TYPE_CHECKING:
+    from halfstep.check.script.script import Script
 
 __all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
@@ -49,6 +52,7 @@ _SMALL = 4000
 _DATA = frozenset({"json", "yaml", "toml"})  # languages in which most files of a folder are no configuration
 # Characters: each fix is verified in the edited text, which is parsed for that. Later fixes are dropped; a second run has them.
 MAX_FIXED_TEXT = 800_000
+NEAR = 5  # lines: a rule may report the same mistake at the region or at the backward pass, by what it knows
 MAX_CONFIGS = 500  # in one script; only generated code has more, and each takes a millisecond
 
 
@@ -166,6 +170,8 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
     # A script that is not about precision has no facts; on most projects these are nine files of ten.
     applies = script.about or settings.gpu is not None or _may_be_affected(source, settings)
     in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if applies else ()
+    if script.about:
+        in_script += tuple(_per_value(script, in_script, preview=preview))
     raising = lines_that_raise(tree, source.text) if in_script and source.language == "python" else []
     for finding in in_script:
         if not any(finding.line in lines for lines in raising):
@@ -179,6 +185,21 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
                 yield TooDeep.finding(Place(source.path), message, severity="warning")
                 return
             yield from _apply("config", ConfigRule, config, source, settings, preview=preview)
+
+
+def _per_value(script: Script, already: tuple[Finding, ...], *, preview: bool) -> Iterator[Finding]:
+    """What the rules that ask for it find in the script for single values of its precision settings, and nowhere near before."""
+    from halfstep.check.script.assumed.scripts import assumed_scripts
+
+    rules = [rule for rule in rules_of("script") if rule.code in PER_VALUE and (preview or not rule.preview)]
+    reported = {(f.code, f.cell, f.line) for f in already}
+    for assumption, assumed in assumed_scripts(script, words_of_rules("script")):
+        for finding in (f for rule in rules for f in _run(rule, assumed, script.source) if f.severity == rule.severity):
+            near = ((finding.code, finding.cell, finding.line + offset) for offset in range(-NEAR, NEAR + 1))
+            if reported.isdisjoint(near):
+                reported.add((finding.code, finding.cell, finding.line))
+                # The fix would be right for this value only.
+                yield replace(finding, message=f"with {assumption}, {finding.message}", fix=None)
 
 
 def _in_config(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import pytest
 
 from halfstep.check.files.source import Source
 from halfstep.check.script.script import read_script
+from halfstep.check.script.syntax.evaluate import OPEN
 from halfstep.check.script.syntax.settled import Setting, named_values
 from halfstep.check.settings import Settings
 
@@ -34,15 +35,15 @@ def read(expression):
         ("dtype is torch.float16", "bf16", False),
         ("use and dtype == torch.float16", "no", False),
         ("not use or unknown", "no", True),
-        ("not use or unknown", "fp16", ...),
+        ("not use or unknown", "fp16", OPEN),
         ("use and unknown", "no", False),
         ("cfg['precision'] in ('fp16', 'bf16')", "bf16", True),
         ("cfg.get('precision') not in ['fp16', 'bf16']", "bf16", False),
         ("cfg.precision.lower() == 'fp16'", "fp16", True),
-        ("cfg.precision in options", "fp16", ...),
-        ("cfg.other == 'fp16'", "fp16", ...),
-        ("twice == 1", "fp16", ...),
-        ("torch.cuda.is_available()", "fp16", ...),
+        ("cfg.precision in options", "fp16", OPEN),
+        ("cfg.other == 'fp16'", "fp16", OPEN),
+        ("twice == 1", "fp16", OPEN),
+        ("torch.cuda.is_available()", "fp16", OPEN),
     ],
 )
 def test_an_expression_for_one_value(expression, value, expected):

@@ -11,16 +11,15 @@ Only tests of a parameter against literals are decided. Any other test that lead
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from functools import lru_cache
 
 from halfstep.check.script.syntax.children import statements_in
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.scope import Function, default_of
 
 __all__ = ["outcome"]
 
 Known = dict[str, object]
-_OPEN = object()  # the text does not decide it
 _SIMPLE = (
     ast.Assign,
     ast.AugAssign,
@@ -32,7 +31,6 @@ _SIMPLE = (
     ast.ImportFrom,
     ast.Delete,
 )
-_CASES: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
 
 
 def outcome(call: ast.Call, function: Function) -> ast.expr | None:
@@ -74,25 +72,25 @@ def _arguments(call: ast.Call, function: Function) -> Known:
 
 
 def _run(body: list[ast.stmt], known: Known) -> object:
-    """What a block returns: an expression, None if it goes on after the block, or _OPEN."""
+    """What a block returns: an expression, None if it goes on after the block, or OPEN."""
     for statement in body:
         result: object = None
         if isinstance(statement, ast.Return):
-            return statement.value if statement.value is not None else _OPEN
+            return statement.value if statement.value is not None else OPEN
         if isinstance(statement, ast.Raise):
-            return _OPEN
+            return OPEN
         if isinstance(statement, ast.If):
             test = _value(statement.test, known)
-            if test is not _OPEN:
+            if test is not OPEN:
                 result = _run(statement.body if test else statement.orelse, known)
             elif _leaves(statement):
-                return _OPEN
+                return OPEN
         elif isinstance(statement, ast.Match):
             result = _matched(statement, known)
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
             result = _run(statement.body, known)
         elif _leaves(statement):
-            return _OPEN
+            return OPEN
         if result is not None:
             return result
     return None
@@ -101,15 +99,15 @@ def _run(body: list[ast.stmt], known: Known) -> object:
 def _matched(statement: ast.Match, known: Known) -> object:
     """What the case returns that fits the subject."""
     subject = _value(statement.subject, known)
-    for case in statement.cases if subject is not _OPEN else ():
+    for case in statement.cases if subject is not OPEN else ():
         options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
-        values = [_value(o.value, known) if isinstance(o, ast.MatchValue) else _OPEN for o in options]
+        values = [_value(o.value, known) if isinstance(o, ast.MatchValue) else OPEN for o in options]
         is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-        if case.guard is not None or (_OPEN in values and not is_wildcard):
-            return _OPEN
+        if case.guard is not None or (OPEN in values and not is_wildcard):
+            return OPEN
         if is_wildcard or subject in values:
             return _run(case.body, known)
-    return None if subject is not _OPEN or not _leaves(statement) else _OPEN
+    return None if subject is not OPEN or not _leaves(statement) else OPEN
 
 
 def _leaves(statement: ast.stmt) -> bool:
@@ -119,40 +117,5 @@ def _leaves(statement: ast.stmt) -> bool:
 
 
 def _value(node: ast.expr, known: Known) -> object:
-    """The value of a test of parameters and literals; _OPEN for anything else."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        return known.get(node.id, _OPEN)
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        values = [_value(element, known) for element in node.elts]
-        return _OPEN if _OPEN in values else tuple(values)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = _value(node.operand, known)
-        return _OPEN if value is _OPEN else not value
-    if isinstance(node, ast.BoolOp):
-        values = [_value(part, known) for part in node.values]
-        decisive = isinstance(node.op, ast.Or)
-        if any(value is not _OPEN and bool(value) is decisive for value in values):
-            return decisive
-        return _OPEN if _OPEN in values else not decisive
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
-        value = _value(node.func.value, known)
-        change = _CASES.get(node.func.attr)
-        return change(value) if change is not None and isinstance(value, str) else _OPEN
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _compared(node.ops[0], _value(node.left, known), _value(node.comparators[0], known))
-    return _OPEN
-
-
-def _compared(op: ast.cmpop, left: object, right: object) -> object:
-    if left is _OPEN or right is _OPEN:
-        return _OPEN
-    if isinstance(op, (ast.Eq, ast.NotEq)):
-        return (left == right) is isinstance(op, ast.Eq)
-    if isinstance(op, (ast.Is, ast.IsNot)):
-        return (left is right) is isinstance(op, ast.Is)
-    if isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, (tuple, str)):
-        is_text = isinstance(right, str) and not isinstance(left, str)
-        return _OPEN if is_text else (left in right) is isinstance(op, ast.In)
-    return _OPEN
+    """The value of a test of parameters and literals; OPEN for anything else."""
+    return value_of(node, lambda leaf: known.get(leaf.id, OPEN) if isinstance(leaf, ast.Name) else OPEN)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -29,47 +30,18 @@ class Setting:
     name: str
     value: str
 
-    def of(self, node: ast.expr | None, function: Function, depth: int = MAX_DEPTH) -> object:
-        """The constant or dtype that an expression then is; `...` if that is not known."""
-        if node is None or depth == 0:
-            return ...
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            value = self.of(node.operand, function, depth - 1)
-            return ... if value is ... else not value
-        if isinstance(node, ast.BoolOp):
-            return self._joined(node, function, depth)
-        if isinstance(node, ast.IfExp):
-            test = self.of(node.test, function, depth - 1)
-            return ... if test is ... else self.of(node.body if test else node.orelse, function, depth - 1)
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._compared(node, function, depth)
+    def of(self, node: ast.expr, function: Function, depth: int = MAX_DEPTH) -> object:
+        """The constant or dtype that an expression then is; OPEN if that is not known."""
+        return value_of(node, lambda leaf: self._leaf(leaf, function, depth))
+
+    def _leaf(self, node: ast.expr, function: Function, depth: int) -> object:
         full = self.outline.names.full(node)
         if full.startswith("torch."):
-            return ... if isinstance(node, ast.Call) else _SAME.get(full, full)
-        source = _source(self.outline, node, function)
+            return _SAME.get(full, full)
+        source = _source(self.outline, node, function) if depth else None
         if source is not None:
             return self.of(*source, depth - 1)
-        return self.value if setting_name(node) == self.name else ...
-
-    def _joined(self, node: ast.BoolOp, function: Function, depth: int) -> object:
-        values = [self.of(part, function, depth - 1) for part in node.values]
-        is_and = isinstance(node.op, ast.And)
-        decided = [v for v in values if v is not ... and bool(v) is not is_and]
-        return not is_and if decided else ... if ... in values else is_and
-
-    def _compared(self, node: ast.Compare, function: Function, depth: int) -> object:
-        op, other = node.ops[0], node.comparators[0]
-        left = self.of(node.left, function, depth - 1)
-        if isinstance(op, (ast.In, ast.NotIn)) and isinstance(other, (ast.Tuple, ast.List, ast.Set)):
-            options = [self.of(part, function, depth - 1) for part in other.elts]
-            is_known = left is not ... and ... not in options
-            return (left in options) is isinstance(op, ast.In) if is_known else ...
-        right = self.of(other, function, depth - 1)
-        if left is ... or right is ... or not isinstance(op, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)):
-            return ...
-        return (left == right) is isinstance(op, (ast.Eq, ast.Is))
+        return self.value if setting_name(node) == self.name else OPEN
 
 
 def named_values(outline: Outline, expressions: list[Scoped], depth: int = MAX_DEPTH) -> dict[str, set[str]]:

@@ -1,0 +1,289 @@
+"""What is left of a script for one value of a setting: branches decided, tables looked up, flags replaced.
+
+    dtype = torch.float32                                   with precision = "fp16":
+    if args.precision == "fp16":                            dtype = torch.float16
+        dtype = torch.float16                               scaler = GradScaler(enabled=False)
+    scaler = GradScaler(enabled=args.precision == "amp")
+
+Rules then read plain code, in the same places of the text. Only what depends on the setting is decided: a flag that the
+file sets to a constant stays a flag, because somebody may change it.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from typing import Any
+
+from halfstep.check.script.assumed.reads import Place, is_read
+from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
+from halfstep.check.script.syntax.constants import Constants
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
+from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Rejected", "fold"]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_EXITS = {"exit", "_exit", "error", "abort"}
+_BLOCKS = ("body", "orelse", "finalbody")
+
+
+class Rejected(Exception):
+    """The file raises for this value."""
+
+
+def fold(tree: ast.Module, outline: Outline, assumption: Assumption) -> bool:
+    """Decide what depends on the setting, in place; whether anything has changed."""
+    folder = _Folder(outline, assumption)
+    folder.visit(tree)
+    return folder.changed
+
+
+def _mark(node: ast.expr) -> ast.expr:
+    node.is_settled = True  # type: ignore[attr-defined]
+    return node
+
+
+def _is_marked(node: ast.AST | None) -> bool:
+    return getattr(node, "is_settled", False)
+
+
+class _Folder(ast.NodeTransformer):
+    def __init__(self, outline: Outline, assumption: Assumption) -> None:
+        self.outline = outline
+        self.assumption = assumption
+        self.constants = Constants(outline)
+        self.functions = {f.node: f for f in outline.functions}
+        self.function: Function | None = outline.module  # None: the outline leaves this one out
+        self.around: Place = ()
+        self.changed = False
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, _FUNCTIONS):
+            return self._visit_function(node)
+        if isinstance(node, ast.If):
+            return self._visit_if(node)
+        self.generic_visit(node)
+        if isinstance(node, ast.Match):
+            return self._visit_match(node)
+        self._tidy(node)
+        return self._reduced(node) if isinstance(node, ast.expr) and not _is_marked(node) else node
+
+    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        outer, around = self.function, self.around
+        self.function, self.around = self.functions.get(node), (node.lineno, *around)
+        self.generic_visit(node)
+        self._tidy(node)
+        self.function, self.around = outer, around
+        return node
+
+    def _visit_if(self, node: ast.If) -> Any:
+        node.test = self.visit(node.test)
+        value = self._value(node.test)
+        if not self._is_settled(node.test) or value is OPEN:
+            self.generic_visit(node)
+            self._tidy(node)
+            return node
+        self.changed = True
+        return self._chosen(node, node.body if value else node.orelse)
+
+    def _chosen(self, node: ast.stmt, body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements of the branch that runs."""
+        if body and _ends(body[-1]):
+            raise Rejected
+        statements: list[ast.stmt] = []
+        for statement in body:
+            if isinstance(statement, ast.Assign):
+                _mark(statement.value)
+                statement.is_settled = True  # type: ignore[attr-defined]
+            result = self.visit(statement)
+            statements += result if isinstance(result, list) else [result] if result is not None else []
+        return statements or [ast.copy_location(ast.Pass(), node)]
+
+    def _visit_match(self, node: ast.Match) -> Any:
+        subject = self._value(node.subject)
+        if not self._is_settled(node.subject) or subject is OPEN:
+            return node
+        for case in node.cases:
+            options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
+            values = [self._value(o.value) if isinstance(o, ast.MatchValue) else OPEN for o in options]
+            is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
+            if case.guard is not None or (OPEN in values and not is_wildcard):
+                return node
+            if is_wildcard or subject in values:
+                self.changed = True
+                return self._chosen(node, case.body)
+        return node
+
+    def _tidy(self, node: ast.AST) -> None:
+        """Drop what cannot run, and assignments that a decided branch replaces."""
+        for name in _BLOCKS:
+            block = getattr(node, name, None)
+            if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
+                continue
+            for index, statement in enumerate(block[:-1]):
+                if isinstance(statement, _LEAVES):
+                    del block[index + 1 :]
+                    break
+            for index in range(len(block) - 1, 0, -1):
+                if _is_marked(block[index]):
+                    _drop_replaced(block, index)
+
+    def _is_settled(self, node: ast.AST) -> bool:
+        """Whether the value of an expression depends on the setting."""
+        if _is_marked(node):
+            return True
+        if isinstance(node, (ast.Name, ast.Attribute)) and self.function is not None:
+            return _is_marked(self.constants.literal(node, self.function))
+        return any(self._is_settled(child) for child in ast.iter_child_nodes(node))
+
+    def _reduced(self, node: ast.expr) -> ast.expr:
+        """A simpler expression with the same value."""
+        value = self._assumed(node)
+        if value is not OPEN:
+            return self._constant(value, node)
+        if isinstance(node, ast.Call) and last_name(key_of(node.func)) == "Accelerator":
+            return self._with_precision(node)
+        if isinstance(node, ast.Call) and self.outline.names.full(node.func) == "torch.cuda.is_available":
+            return self._constant(True, node)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._literal(node) if isinstance(node.ctx, ast.Load) else node
+        if isinstance(node, ast.IfExp):
+            test = self._value(node.test) if self._is_settled(node.test) else OPEN
+            if test is OPEN:
+                return node
+            self.changed = True
+            return _mark(node.body if test else node.orelse)
+        if isinstance(node, ast.BoolOp):
+            return self._joined(node)
+        if isinstance(node, (ast.Subscript, ast.Call)) and self._has_settled_key(node):
+            literal, value = self._literal(node), self._value(node)
+            return literal if literal is not node or not _is_plain(value) else self._constant(value, node)
+        if isinstance(node, (ast.Compare, ast.UnaryOp)) and self._is_settled(node):
+            value = self._value(node)
+            return self._constant(value, node) if _is_plain(value) else node
+        return node
+
+    def _assumed(self, node: ast.expr) -> object:
+        """The value of a setting that an expression reads."""
+        assumption = self.assumption
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "mixed_precision"
+            and key_of(node.value) in assumption.engines
+        ):
+            return assumption.values[0][1] if isinstance(node.ctx, ast.Load) else OPEN
+        reads = (value for name, value in assumption.values if is_read(node, name, self.around, assumption.params))
+        return next(reads, OPEN)
+
+    def _with_precision(self, call: ast.Call) -> ast.Call:
+        """An Accelerator that reads its own configuration, with the precision that is assumed there."""
+        name, value = self.assumption.values[0]
+        if name.endswith(OF_ENGINE) and not any(k.arg == "mixed_precision" for k in call.keywords):
+            call.keywords.append(ast.copy_location(ast.keyword("mixed_precision", self._constant(value, call)), call))
+        return call
+
+    def _has_settled_key(self, node: ast.Subscript | ast.Call) -> bool:
+        """Whether an entry, or the arguments of a call, depend on the setting."""
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.ctx, ast.Load) and self._is_settled(node.slice)
+        own = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return any(
+            self._is_settled(a) for a in (*node.args, *(k.value for k in node.keywords), *([own] if own else ()))
+        )
+
+    def _literal(self, node: ast.expr) -> ast.expr:
+        """The literal that a variable, an entry or a result stands for, if that depends on the setting."""
+        if self.function is None:
+            return node
+        is_key = isinstance(node, (ast.Subscript, ast.Call))
+        literal = self.constants.literal(node, self.function)
+        if literal is None and is_key:
+            literal = self._default(node)
+        if literal is None or literal is node or not (is_key or _is_marked(literal)):
+            return node
+        return self._constant(literal, node)
+
+    def _default(self, node: ast.expr) -> ast.expr | None:
+        """The default of `table.get(setting, default)`, for a value that the table does not have."""
+        func = node.func if isinstance(node, ast.Call) else None
+        if (
+            not isinstance(func, ast.Attribute)
+            or func.attr != "get"
+            or not isinstance(node, ast.Call)
+            or self.function is None
+        ):
+            return None
+        entries = self.constants.table(func.value, self.function)
+        if entries is None or len(node.args) != 2 or self._value(node.args[0]) in entries:
+            return None
+        return self.constants.literal(node.args[1], self.function)
+
+    def _constant(self, value: object, old: ast.expr) -> ast.expr:
+        self.changed = True
+        new = copy.deepcopy(value) if isinstance(value, ast.expr) else ast.Constant(value)  # type: ignore[arg-type]
+        for part in ast.walk(new):
+            if isinstance(part, ast.expr):
+                ast.copy_location(part, old)
+        return _mark(new)
+
+    def _joined(self, node: ast.BoolOp) -> ast.expr:
+        """`and` and `or` without the operands that the setting decides."""
+        is_and = isinstance(node.op, ast.And)
+        left: list[ast.expr] = []
+        for part in node.values:
+            value = self._value(part) if self._is_settled(part) else OPEN
+            if value is OPEN:
+                left.append(part)
+            elif bool(value) is not is_and:
+                return self._constant(value, node) if not left else self._constant(not is_and, node)
+        if len(left) == len(node.values):
+            return node
+        self.changed = True
+        if not left:
+            return self._constant(self._value(node.values[-1]), node)
+        node.values = left
+        return left[0] if len(left) == 1 else node
+
+    def _value(self, node: ast.expr) -> object:
+        """The constant that an expression is; a dtype is a tuple of its name, which no string of the script is equal to."""
+        return value_of(node, self._leaf)
+
+    def _leaf(self, node: ast.expr) -> object:
+        full = self.outline.names.full(node)
+        if full.startswith("torch."):
+            return (full,)
+        is_variable = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and self.function is not None
+        literal = self.constants.literal(node, self.function) if is_variable and self.function is not None else None
+        return self._value(literal) if literal is not None and literal is not node else OPEN
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+def _ends(statement: ast.stmt) -> bool:
+    """Whether a statement rejects what led to it."""
+    func = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+    return isinstance(statement, ast.Raise) or (func is not None and last_name(key_of(func)) in _EXITS)
+
+
+def _drop_replaced(block: list[ast.stmt], index: int) -> None:
+    """Drop the assignment of a variable that the one at `index` replaces before anything reads it."""
+    new = block[index]
+    key = key_of(new.targets[0]) if isinstance(new, ast.Assign) and len(new.targets) == 1 else ""
+    if not key or not isinstance(new, ast.Assign) or _reads(new.value, key):
+        return
+    for before in range(index - 1, -1, -1):
+        old = block[before]
+        if isinstance(old, ast.Assign) and len(old.targets) == 1 and key_of(old.targets[0]) == key:
+            block[before] = ast.copy_location(ast.Pass(), old)
+            return
+        if _reads(old, key):
+            return
+
+
+def _reads(node: ast.AST, key: str) -> bool:
+    return any(key_of(n) == key for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)))

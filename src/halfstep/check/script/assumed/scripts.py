@@ -1,0 +1,44 @@
+"""A script once for each value of its precision settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halfstep.check.files.python import parse_python
+from halfstep.check.script.assumed.fold import Rejected, fold
+from halfstep.check.script.assumed.settings import Assumption, assumptions
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.literals import write_in_place
+from halfstep.check.script.syntax.plain import make_plain
+from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords
+from halfstep.check.script.syntax.visit import read_outline
+
+__all__ = ["assumed_scripts"]
+
+MAX_ROUNDS = 4  # a flag that is computed from a flag that is computed from a setting
+
+
+def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tuple[Assumption, Script]]:
+    """The script for each value of a setting that changes it and that the file accepts."""
+    for assumption in assumptions(script.outline, script.tree):
+        assumed = _assumed(script, assumption, (*words.words, *words.lines))
+        if assumed is not None:
+            yield assumption, assumed
+
+
+def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> Script | None:
+    text = script.source.text
+    tree = parse_python(text, script.source.path)
+    make_plain(tree)
+    outline = read_outline(tree, text, words)
+    for number in range(MAX_ROUNDS):
+        try:
+            if not fold(tree, outline, assumption):
+                if not number:
+                    return None
+                break
+        except (Rejected, RecursionError):
+            return None
+        outline = read_outline(tree, text, words)
+    write_in_place(outline)
+    return Script(script.source, script.settings, tree, outline=outline)
