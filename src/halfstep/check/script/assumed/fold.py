@@ -57,6 +57,7 @@ class _Folder(ast.NodeTransformer):
         self.constants = Constants(outline)
         self.functions = {f.node: f for f in outline.functions}
         self.function: Function | None = outline.module  # None: the outline leaves this one out
+        self.settled = _settled_names(outline)
         self.around: Place = ()
         self.changed = False
 
@@ -68,8 +69,10 @@ class _Folder(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node, ast.Match):
             return self._visit_match(node)
+        if isinstance(node, ast.expr):
+            return node if _is_marked(node) else self._reduced(node)
         self._tidy(node)
-        return self._reduced(node) if isinstance(node, ast.expr) and not _is_marked(node) else node
+        return node
 
     def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         outer, around = self.function, self.around
@@ -136,8 +139,11 @@ class _Folder(ast.NodeTransformer):
         if _is_marked(node):
             return True
         if isinstance(node, (ast.Name, ast.Attribute)) and self.function is not None:
-            return _is_marked(self.constants.literal(node, self.function))
+            return self._may_be_settled(node) and _is_marked(self.constants.literal(node, self.function))
         return any(self._is_settled(child) for child in ast.iter_child_nodes(node))
+
+    def _may_be_settled(self, node: ast.Name | ast.Attribute) -> bool:
+        return (node.id if isinstance(node, ast.Name) else node.attr) in self.settled
 
     def _reduced(self, node: ast.expr) -> ast.expr:
         """A simpler expression with the same value."""
@@ -149,7 +155,7 @@ class _Folder(ast.NodeTransformer):
         if isinstance(node, ast.Call) and self.outline.names.full(node.func) == "torch.cuda.is_available":
             return self._constant(True, node)
         if isinstance(node, (ast.Name, ast.Attribute)):
-            return self._literal(node) if isinstance(node.ctx, ast.Load) else node
+            return self._literal(node) if isinstance(node.ctx, ast.Load) and self._may_be_settled(node) else node
         if isinstance(node, ast.IfExp):
             test = self._value(node.test) if self._is_settled(node.test) else OPEN
             if test is OPEN:
@@ -258,6 +264,20 @@ class _Folder(ast.NodeTransformer):
         is_variable = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and self.function is not None
         literal = self.constants.literal(node, self.function) if is_variable and self.function is not None else None
         return self._value(literal) if literal is not None and literal is not node else OPEN
+
+
+def _settled_names(outline: Outline) -> set[str]:
+    """The names of variables, attributes and parameters that may be what an earlier round has decided; all others stay."""
+    names = {last_name(key) for key, bindings in outline.bindings.items() if any(_is_marked(b.value) for b in bindings)}
+    calls = [s.call for sites in outline.calls.values() for s in sites]
+    called = {
+        name
+        for call in calls
+        if any(_is_marked(value) for value in (*call.args, *(k.value for k in call.keywords)))
+        for name in (last_name(key_of(call.func)), *(k.arg for k in call.keywords if k.arg))
+    }
+    params = (p for f in outline.functions if f.name in called or f.cls in called for p in f.params)
+    return names | called | set(params)
 
 
 def _is_plain(value: object) -> bool:
