@@ -164,7 +164,7 @@ class DoubleUnscale(TraceRule):
         # A script that asks an Accelerator for its scaler runs in fp16, whichever file creates the Accelerator.
         engine = engine_at(script, _owner(event), event.function) if is_by_hand else scaling_accelerator(script)
         owners = {_owner(e) for e in (first, event)}
-        if engine is None or engine.precision not in {"fp16", "?"} or first.node is event.node:
+        if engine is None or engine.plugin or engine.precision not in {"fp16", "?"} or first.node is event.node:
             return None
         if len(owners) > 1 or last_name(owners.pop()) != engine.name:
             return None
