@@ -79,3 +79,47 @@ def test_a_class_that_chooses_the_dtype_of_its_copies_is_silent(copy):
     """float32 copies, also in a dtype that a caller chooses."""
     text = HEAD + SHADOW.format(annotation=": float", only="", value="v.to(self.shadow[k].dtype)", copy=copy)
     assert codes(text) == []
+
+
+NAMED = """\
+import copy
+import torch
+from collections import OrderedDict
+def update_ema(target, model, decay=0.9999):
+    averages = {averages}
+    for name, param in model.named_parameters():
+        {update}
+model = Net().cuda(){cast}
+ema = copy.deepcopy(model){float}
+update_ema(ema, model)
+{after}
+"""
+IN_PLACE = "averages[name].mul_(decay).add_(param.data, alpha=1 - decay)"
+BY_NAME = "OrderedDict(target.named_parameters())"
+
+
+@pytest.mark.parametrize(
+    ("averages", "update", "cast", "upcast", "expected"),
+    [
+        (BY_NAME, IN_PLACE, ".bfloat16()", "", ["HS153"]),
+        ("dict(target.named_parameters())", "averages[name].lerp_(param, 1e-4)", ".half()", "", ["HS153"]),
+        ("target.state_dict()", IN_PLACE, ".bfloat16()", "", ["HS153"]),
+        ("{n: p.data for n, p in target.named_parameters()}", IN_PLACE, ".bfloat16()", "", ["HS153"]),
+        (BY_NAME, "averages[name].mul_(decay); averages[name].add_(param, alpha=1 - decay)", ".half()", "", ["HS153"]),
+        (BY_NAME, IN_PLACE, "", "", []),
+        (BY_NAME, IN_PLACE, ".bfloat16()", ".float()", []),
+        ("{n: p.float() for n, p in target.named_parameters()}", IN_PLACE, ".bfloat16()", "", []),
+        (BY_NAME, "averages[name].add_(param.data, alpha=1 - decay)", ".bfloat16()", "", []),
+        ("load(path)", IN_PLACE, ".bfloat16()", "", []),
+    ],
+)
+def test_averages_are_looked_up_by_the_names_of_their_parameters(averages, update, cast, upcast, expected):
+    """`averages[name].mul_(decay).add_(...)`, with a dictionary of the parameters of the averaged model."""
+    text = NAMED.format(averages=averages, update=update, cast=cast, float=upcast, after="")
+    assert [code.partition(":")[0] for code in codes(text) if code.startswith("HS153")] == expected
+
+
+def test_a_cast_after_the_last_update_is_not_that_of_the_average():
+    """An average that is cast for its export was updated in float32, wherever the function that updates it is defined."""
+    text = NAMED.format(averages=BY_NAME, update=IN_PLACE, cast="", float="", after="ema.half()\ntorch.save(ema, path)")
+    assert [code for code in codes(text) if code.startswith("HS153")] == []

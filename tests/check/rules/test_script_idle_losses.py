@@ -113,3 +113,39 @@ def test_a_loop_over_optimizers_is_read():
     loop = loop.replace("    scaler.step(optimizer)", "    for o in optimizers:\n        scaler.step(o)")
     loop = loop.replace("for x, y in loader:", "def train_step(x, y):")
     assert not [f for f in findings(loop) if f.code in {"HS006", "HS115"}]
+
+
+SILENT = """\
+import torch
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = {loss}
+    {use}
+    {step}
+    print(loss.item())
+"""
+STEP = "optimizer.step()"
+LOSS = "loss_fn(model(x), y)"
+
+
+@pytest.mark.parametrize(
+    ("loss", "use", "step", "expected"),
+    [
+        (LOSS, "pass", STEP, [8]),
+        (LOSS, "# loss.backward()", STEP, [8]),
+        (LOSS, "losses.append(loss)", STEP, [8]),
+        ("model(x).square().mean()", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", STEP, [8]),
+        (LOSS, "loss.backward()", STEP, []),
+        (LOSS, "propagate(loss)", STEP, []),
+        (LOSS, "accumulate_gradients(model)", STEP, []),
+        ("train_on(model, x, y)", "pass", STEP, []),
+        (LOSS, "pass", "optimizer.step(compute)", []),
+        (LOSS, "pass", "pass", []),
+    ],
+)
+def test_a_step_in_a_file_that_computes_no_gradients(loss, use, step, expected):
+    """A loop that clears, steps and only reports its loss trains nothing, unless a call may run the backward elsewhere."""
+    text = SILENT.format(loss=loss, use=use if not use.startswith("#") else f"pass  {use}", step=step)
+    assert lines(text, "HS156") == expected

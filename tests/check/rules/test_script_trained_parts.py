@@ -370,3 +370,36 @@ for x, y in loader:
 def test_layers_of_the_other_branch_are_not_those_that_a_loop_chooses(option, otherwise, expected):
     """Without the injected layers, the loop trains the loaded ones."""
     assert [f.code for f in findings(BRANCH.format(option=option, otherwise=otherwise), "HS151")] == expected
+
+
+PREPARED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp16")
+net = Net(size)
+optimizer = torch.optim.AdamW({params})
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+{cast}
+for x in loader:
+    accelerator.backward(net(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CAST = "net.to(accelerator.device, dtype=torch.float16)"
+
+
+@pytest.mark.parametrize(
+    ("params", "cast", "expected"),
+    [
+        ("net.parameters()", CAST, [7]),
+        ("net.decoder.head.parameters()", CAST, [7]),
+        ("[*net.decoder.parameters(), *net.head.parameters()]", "net.half()", [7]),
+        ("net.decoder.parameters()", "net.to(accelerator.device)", []),
+        ("net.decoder.parameters()", f"{CAST}\nnet.decoder.float()", []),
+        ("net.decoder.parameters()", "copy = net.half()", []),  # perhaps a tensor, which that leaves as it is
+        ("other.decoder.parameters()", CAST, []),
+    ],
+)
+def test_the_cast_of_a_whole_model_is_that_of_its_trained_part(params, cast, expected):
+    """A statement `net.to(dtype=...)` changes only a module, so `net.decoder` is one of its layers."""
+    assert [f.line for f in findings(PREPARED.format(params=params, cast=cast), "HS199")] == expected

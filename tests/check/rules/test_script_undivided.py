@@ -190,6 +190,22 @@ def test_an_accelerator_divides_only_by_the_steps_it_is_set_to(options, divided,
     assert all("unless the launcher sets it" in f.message for f in findings(text, "HS180"))
 
 
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ("Accelerator(mixed_precision='bf16')", [7]),
+        ("Accelerator(gradient_accumulation_steps=accum)", []),
+        ("Accelerator(deepspeed_plugin=second)", []),
+    ],
+)
+def test_the_runs_without_deepspeed_leave_the_loss_undivided(other, expected):
+    """Where one branch creates the Accelerator with DeepSpeed, which counts itself, the other branch decides."""
+    text = ACCELERATED.format(options="deepspeed_plugin=plugin", divided="")
+    created = "accelerator = Accelerator(deepspeed_plugin=plugin)\n"
+    text = text.replace(created, f"if zero: {created}else: accelerator = {other}\n")
+    assert reported(text) == expected
+
+
 def test_an_accelerator_that_accumulates_is_left_alone():
     """`accumulate`, or a number of steps assigned later, shows that the Accelerator knows of the accumulation."""
     text = ACCELERATED.format(options="", divided="")

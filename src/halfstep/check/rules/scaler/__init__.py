@@ -1,1 +1,1 @@
-"""Rules over the life of a GradScaler: how it is created, what it is passed, and where it is missing."""
+"""Rules over the life of a GradScaler: how it is created, what it is passed, what it unscales, and where it is missing."""

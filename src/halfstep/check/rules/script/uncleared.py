@@ -9,7 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.emptied import stepped_empty
+from halfstep.check.script.flow.emptied import never_computed, stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
@@ -208,11 +208,8 @@ class MisplacedZeroGrad(TraceRule):
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A zero_grad between a backward and its step, or a step in a script that never clears gradients."""
-        return (
-            self._cleared(script, trace, index)
-            if trace[index].kind == "zero_grad"
-            else self._never(script, trace, index)
-        )
+        judge = self._cleared if trace[index].kind == "zero_grad" else self._never
+        return judge(script, trace, index)
 
     def _cleared(self, script: Script, trace: Trace, index: int) -> Finding | None:
         event = trace[index]
@@ -289,6 +286,9 @@ class MisplacedZeroGrad(TraceRule):
                 f"{script.where(other.node).line}), so nothing is trained here",
                 instead="loss.backward() before the step",
             )
+        if event.kind == "opt_step" and (loss := never_computed(script, trace, index)) is not None:
+            text = f"no line computes gradients for this step: `{loss.id}` (line {loss.lineno}) is only reported, so nothing is trained"
+            return self.finding(script.where(event.node), text, instead=f"{loss.id}.backward() before the step")
         if event.kind == "opt_step" and (back := never_stepped(script, trace, index)) is not None:
             return self.finding(
                 script.where(back.node),

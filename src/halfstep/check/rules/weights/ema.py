@@ -174,7 +174,11 @@ def _updates(script: Script) -> Iterator[Average]:
                 continue
             if name == "add_" and not _scales_itself(script, call, receiver):
                 continue
-            for owner, scope in _averaged(script, call, receiver.id, function):
+            if isinstance(receiver, ast.Subscript):
+                owners = _entries(script, key_of(receiver.value), function)
+            else:
+                owners = _averaged(script, call, receiver.id, function)
+            for owner, scope in owners:
                 yield Average(call, owner, scope, f"`{text_of(owner)}`")
     for name in ("_foreach_lerp_", "_foreach_mul_"):
         for call, function in outline.calls.get(name, ()):
@@ -186,10 +190,10 @@ def _updates(script: Script) -> Iterator[Average]:
                 yield Average(call, owner, scope, f"`{text_of(owner)}`")
 
 
-def _receiver(call: ast.Call) -> ast.Name | None:
-    """The variable under `p.data.mul_(decay).add_(...)`; None if it is cast on the way."""
+def _receiver(call: ast.Call) -> ast.Name | ast.Subscript | None:
+    """The variable under `p.data.mul_(decay).add_(...)`, or the entry `averages[name]`; None if it is cast on the way."""
     node: ast.expr = call.func
-    while not isinstance(node, ast.Name):
+    while not isinstance(node, (ast.Name, ast.Subscript)):
         if isinstance(node, ast.Call):
             node = node.func
         elif isinstance(node, ast.Attribute) and node.attr in {"lerp_", "add_", "mul_", "data", "detach"}:
@@ -199,7 +203,7 @@ def _receiver(call: ast.Call) -> ast.Name | None:
     return node
 
 
-def _scales_itself(script: Script, call: ast.Call, receiver: ast.Name) -> bool:
+def _scales_itself(script: Script, call: ast.Call, receiver: ast.Name | ast.Subscript) -> bool:
     """Whether the same value is multiplied by the decay: in the chain, or in the statement before."""
     assert isinstance(call.func, ast.Attribute)
     inner = call.func.value
@@ -207,9 +211,8 @@ def _scales_itself(script: Script, call: ast.Call, receiver: ast.Name) -> bool:
         return not (isinstance(constant(argument(inner, 0, "other")), float) and constant(inner.args[0]) < 0.9)  # type: ignore[operator]
     statement = script.statement(call)
     loop = script.outline.parents.get(statement) if statement is not None else None
-    multiplied = [
-        c for c, _ in script.outline.calls.get("mul_", ()) if (r := _receiver(c)) is not None and r.id == receiver.id
-    ]
+    calls = [call for call, _ in script.outline.calls.get("mul_", ())]
+    multiplied = [c for c in calls if (r := _receiver(c)) is not None and text_of(r) == text_of(receiver)]
     return isinstance(loop, ast.For) and any(
         script.outline.parents.get(script.statement(c) or c) is loop for c in multiplied
     )
@@ -231,13 +234,27 @@ def _averaged(script: Script, call: ast.Call, name: str, function: Function) -> 
         yield from _owners(script, iterated, function)
 
 
+def _entries(script: Script, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The model whose parameters a dictionary contains by their names."""
+    for value in script.outline.values(key, function) if key else ():
+        if _CHOICE.search(_OWN_DTYPE.sub("", ast.unparse(value))):
+            continue  # copies in float32
+        for node in ast.walk(value):
+            func = node.func if isinstance(node, ast.Call) else None
+            if isinstance(func, ast.Attribute) and func.attr in {"named_parameters", "state_dict"}:
+                yield from _owners(script, func.value, function)
+
+
 def _low_copy(script: Script, owner: ast.expr, function: Function, call: ast.Call) -> Cast | None:
     """The cast that gives an average 16 bits, if nothing returns it to float32."""
     lineage = script.training.model(owner, function)
     if lineage.is_restored or script.training.has_masters:
         return None
+    # A function that updates averages may be above the code that creates them and passes them to it.
+    is_same = any(node is function.node for node in script.above(call))
+    line = max(owner.lineno, call.lineno) if is_same else owner.lineno
     for cast in lineage.casts:
-        is_before = cast.form != "cast" or cast.function is not function or cast.node.lineno <= call.lineno
+        is_before = cast.form != "cast" or cast.function is not function or cast.node.lineno <= line
         if cast.low and is_before:
             return cast
     return None

@@ -290,9 +290,23 @@ def _assigned(outline: Outline, call: ast.Call) -> ast.Name | None:
 
 
 def _is_read(name: str, function: Function) -> bool:
-    """Whether a variable is read in its function."""
-    nodes = ast.walk(function.node)
-    return any(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Store) for n in nodes)
+    """Whether a variable is read in its function, other than for a dictionary of options that is never read itself."""
+    nodes = list(ast.walk(function.node))
+    loaded = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+    assigned = [n for n in nodes if isinstance(n, ast.Assign) and len(n.targets) == 1 and _is_dictionary(n.value)]
+    idle = {n.value for n in assigned if isinstance(n.targets[0], ast.Name) and n.targets[0].id not in loaded}
+    stack: list[ast.AST] = [function.node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store):
+            return True
+        # The options of `load(**options)` are written into the call, which then has the same nodes as the dictionary.
+        stack.extend(child for child in ast.iter_child_nodes(node) if child not in idle)
+    return False
+
+
+def _is_dictionary(value: ast.expr) -> bool:
+    return isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and key_of(value.func) == "dict")
 
 
 RULES: tuple[type[Rule], ...] = (UnknownDtypeName, ComputeDtypeMismatch, QuantizationNotPassed)

@@ -1,4 +1,4 @@
-"""Steps right after the gradients were cleared: nothing between the two computes any."""
+"""Steps that find no gradients: nothing computes any since they were cleared, or anywhere in the file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,70 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, later, only_settings
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["stepped_empty"]
+__all__ = ["never_computed", "stepped_empty"]
 
 _GRADIENTS = ("backward", "owned_backward", "autograd_grad", "grad_read", "handed")
 # Calls that may compute gradients themselves.
 _COMPUTES = regex(r"backward|grad|train|learn|fit\b|optimi[sz]e\b|step|update|closure|engine|strategy", re.IGNORECASE)
+# Methods under such names that compute none, and what a loop does with a loss that it only reports.
+_PLAIN = frozenset({
+    "train", "eval", "step", "zero_grad", "update", "clip_grad_norm_", "clip_grad_value_", "no_grad", "enable_grad",
+    "set_grad_enabled", "inference_mode", "requires_grad_", "set_postfix",
+})  # fmt: skip
+_REPORTS = frozenset({
+    "print", "float", "str", "isnan", "isinf", "isfinite", "append", "accumulate", "no_sync", "unwrap_model",
+})  # fmt: skip
+_ELSEWHERE = regex(r"hook|deepspeed|lightning|megatron|colossalai|horovod|jax\b|closure", re.IGNORECASE)
+
+
+def never_computed(script: Script, trace: Trace, index: int) -> ast.Name | None:
+    """The loss of a loop that clears gradients and steps, in a file that computes none; None if any line may."""
+    event = trace[index]
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+    if loop is None or script.has(*_GRADIENTS, "owned_step", "engine_step") or _ELSEWHERE.search(script.source.text):
+        return None
+    cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops and e.optimizer == event.optimizer]
+    forwards = [e for e in trace if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")]
+    if not cleared or not forwards or not isinstance(event.node, ast.Call) or arguments_of(event.node):
+        return None
+    nodes = list(ast.walk(loop))
+    stores = [n for n in nodes if isinstance(n, ast.Assign) and len(n.targets) == 1]
+    losses = [n.targets[0] for n in stores if _is_loss_of(n, event)]
+    loss = max((t for t in losses if isinstance(t, ast.Name)), key=lambda t: t.lineno, default=None)
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    if loss is None or any(_computes(call) for call in calls):
+        return None
+    passed = {key_of(a) for call in calls if _name_of(call) not in _REPORTS for a in arguments_of(call)}
+    # What receives the loss, the optimizer or the model may run the backward of another file.
+    return None if passed & {loss.id, event.local.optimizer, *(e.local.subject for e in forwards)} else loss
+
+
+def _is_loss_of(statement: ast.Assign, event: Event) -> bool:
+    """Whether a statement before a step assigns a loss that is computed in place: by an expression, or by a loss function."""
+    target, value = statement.targets[0], statement.value
+    if not isinstance(target, ast.Name) or not target.id.lower().endswith("loss"):
+        return False
+    is_before = statement.lineno < event.node.lineno if isinstance(event.node, ast.Call) else False
+    called = text_of(value.func) if isinstance(value, ast.Call) else "loss"
+    return (
+        is_before
+        and bool(re.search(r"loss|criterion|entropy|functional|\.mean$|^F\.", called))
+        and "no_grad" not in called
+    )
+
+
+def _name_of(call: ast.Call) -> str:
+    return text_of(call.func).rsplit(".", 1)[-1]
+
+
+def _computes(call: ast.Call) -> bool:
+    """Whether a call may compute gradients, by its name."""
+    return _name_of(call) not in _PLAIN and bool(_COMPUTES.search(text_of(call.func)))
 
 
 def stepped_empty(script: Script, trace: Trace, index: int) -> Event | None:

@@ -1,15 +1,27 @@
-"""Whether a scaler is updated as often as it steps, and whether one that is passed in is torch's."""
+"""Whether a scaler is updated as often as it steps, or between the steps of two optimizers, and whether it is torch's."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass, replace
 
 from halfstep.check.script.flow.event import Event, Loop, compatible, is_accumulation
-from halfstep.check.script.flow.order import changes_in_loop, implied, is_setting, only_settings, repeats, switched_off
+from halfstep.check.script.flow.order import (
+    changes_in_loop,
+    earlier,
+    implied,
+    is_setting,
+    later,
+    only_settings,
+    repeats,
+    switched_off,
+)
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, prepared_for
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of, last_name
 
-__all__ = ["is_passed_in", "owns_loop", "seldom_updated"]
+__all__ = ["is_passed_in", "owns_loop", "seldom_updated", "updated_since"]
 
 _PROTOCOL = {"backward", "scaler_step", "update"}
 
@@ -81,3 +93,62 @@ def owns_loop(script: Script, trace: Trace, step: Event) -> bool:
     root = next((n for n in script.above(outermost) if isinstance(n, ast.FunctionDef)), None)
     params = [p.arg for p in (*root.args.args, *root.args.kwonlyargs)] if root is not None else []
     return any(e.function is step.function for e in scaled) and step.scaler in params and not others
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """Gradients that an Accelerator's clipping has unscaled, before the step of another optimizer updated the scaler."""
+
+    clip: Event
+    step: Event
+    optimizer: str  # whose gradients are divided by the scale again
+
+
+def updated_since(script: Script, trace: Trace, index: int, engine: Engine) -> Unscaled | None:
+    """What an Accelerator unscales again at an event, a step or a clipping: the gradients of its second optimizer.
+
+    Clipping unscales all prepared optimizers, and the step of each updates the scaler, which then knows of no unscaling.
+    """
+    event = trace[index]
+    victim = event
+    if event.kind == "owned_clip":
+        following = next(later(trace, index, *_RENEWS, "opt_step"), None)
+        victim = trace[following] if following is not None else event
+    if victim.kind != "opt_step" or victim.loops != event.loops:
+        return None
+    steps: list[Event] = []
+    cleared: set[str] = set()
+    for i in earlier(trace, index, *_RENEWS, "opt_step", "owned_clip", "owned_unscale", "zero_grad"):
+        before = trace[i]
+        if before.loops != event.loops or before.kind in _RENEWS or before.optimizer == victim.optimizer:
+            return None
+        if before.kind == "opt_step":
+            steps.append(before)
+        elif before.kind == "zero_grad":
+            cleared.add(before.optimizer)
+        else:
+            names = prepared_for(script, ACCELERATE, event).names
+            is_known = {last_name(e.optimizer) for e in (*steps, victim)} <= names and _clips(before, engine)
+            is_cleared = not cleared <= {e.optimizer for e in steps}
+            if not steps or not is_known or is_cleared or not _certain(script, (before, *steps), event):
+                return None
+            return Unscaled(before, steps[0], victim.local.optimizer)
+    return None
+
+
+_RENEWS = ("owned_backward", "backward", "scaler_step", "handed", "autograd_grad", "update")
+
+
+def _clips(event: Event, engine: Engine) -> bool:
+    """Whether a call is the clipping of an Accelerator, or its unscaling of all optimizers."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    is_all = event.kind == "owned_clip" or (
+        isinstance(event.node, ast.Call) and not event.node.args + event.node.keywords
+    )
+    return isinstance(func, ast.Attribute) and last_name(key_of(func.value)) == engine.name and is_all
+
+
+def _certain(script: Script, before: tuple[Event, ...], event: Event) -> bool:
+    """Whether earlier events happen whenever a later one does; the step of an Accelerator waits for its own `sync_gradients`."""
+    owned = [replace(e, guards=tuple(g for g in e.guards if not g.text.endswith("sync_gradients"))) for e in before]
+    return all(only_settings(script, e, event) for e in owned)

@@ -158,7 +158,9 @@ def leaves_loss(script: Script, event: Event) -> bool:
     if func.attr == "manual_backward":
         return True
     engine = engine_at(script, key_of(func.value), event.function)
-    if engine is None or engine.plugin == "deepspeed":
+    # Where one branch creates it with DeepSpeed, the other one decides.
+    same = [e for e in engines_of(script) if engine is not None and e.name == engine.name]
+    if engine is None or all(e.plugin == "deepspeed" for e in same):
         return False
     return engine.library == FABRIC or (engine.is_created and _accumulates_nothing(script))
 
@@ -166,9 +168,10 @@ def leaves_loss(script: Script, event: Event) -> bool:
 def _accumulates_nothing(script: Script) -> bool:
     """Whether no Accelerator of a script is set to accumulate: the launcher can still set the number of steps."""
     calls = [site.call for name in _CREATED_BY for site in script.outline.library_calls.get(name, ())]
-    # None: **kwargs
-    settings = {"gradient_accumulation_steps", "gradient_accumulation_plugin", "deepspeed_plugin", None}
-    is_set = any(len(call.args) > 2 or settings & {k.arg for k in call.keywords} for call in calls)
+    # DeepSpeed counts by its own configuration; another Accelerator, for the runs without it, does not.
+    plain = [call for call in calls if not any(k.arg == "deepspeed_plugin" for k in call.keywords)]
+    settings = {"gradient_accumulation_steps", "gradient_accumulation_plugin", None}  # None: **kwargs
+    is_set = not plain or any(len(call.args) > 2 or settings & {k.arg for k in call.keywords} for call in calls)
     is_assigned = any(key.endswith(".gradient_accumulation_steps") for key in script.outline.bindings)
     return bool(calls) and not is_set and not is_assigned and "accumulate" not in script.outline.calls
 

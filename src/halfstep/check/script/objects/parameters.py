@@ -15,7 +15,7 @@ from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
+__all__ = ["is_cast_in_place", "is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
 _ADAPTERS = regex(r"lora|adapter|peft", re.IGNORECASE)
@@ -231,3 +231,14 @@ def _is_path(outline: Outline, name: str) -> bool:
     """Whether a variable is only ever a file name: `master_weights = folder / "model.bin"`."""
     values = [binding.value for binding in outline.bindings.get(name, ())]
     return bool(values) and all(value is not None and _PATH.search(ast.unparse(value)) for value in values)
+
+
+def is_cast_in_place(outline: Outline, key: str) -> bool:
+    """Whether a statement casts or moves a variable, `net.to(device, dtype=dtype)`: only a module is changed by that."""
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and key_of(call.func.value) == key
+        and isinstance(outline.parents.get(call), ast.Expr)
+        for name in ("to", "half", "bfloat16")
+        for call, _ in outline.calls.get(name, ())
+    )

@@ -34,7 +34,7 @@ from halfstep.check.script.objects.formats import (
     passed_for,
     returned_by,
 )
-from halfstep.check.script.objects.parameters import may_freeze, parts_of
+from halfstep.check.script.objects.parameters import is_cast_in_place, may_freeze, parts_of
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -282,7 +282,7 @@ def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast
 def _is_part_of_model(outline: Outline, key: str, function: Function, depth: int = 3) -> bool:
     """Whether a variable is a model, or another name of a part of one: `inner = pipeline.model`."""
     for binding in _bindings(outline, key, function):
-        if _is_model(binding.value):
+        if _is_model(binding.value) or (isinstance(binding.value, ast.Call) and is_cast_in_place(outline, key)):
             return True
         root = key_of(binding.value).partition(".")[0] if isinstance(binding.value, (ast.Name, ast.Attribute)) else ""
         if root not in {"", "self", key} and depth and _is_part_of_model(outline, root, binding.function, depth - 1):
