@@ -370,3 +370,40 @@ for x, y in loader:
 def test_layers_of_the_other_branch_are_not_those_that_a_loop_chooses(option, otherwise, expected):
     """Without the injected layers, the loop trains the loaded ones."""
     assert [f.code for f in findings(BRANCH.format(option=option, otherwise=otherwise), "HS151")] == expected
+
+
+FROZEN_PART = """\
+import torch
+from torch import nn
+from transformers import AutoModel
+class Captioner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vision = AutoModel.from_pretrained("v", dtype=torch.bfloat16)
+        {freeze}
+        self.connector = nn.Linear(8, 8){cast}
+    def forward(self, x):
+        return self.connector(self.vision(x))
+model = Captioner().cuda()
+{after}
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+"""
+LOWER = ".to(torch.bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("freeze", "cast", "after", "count"),
+    [
+        ("self.vision.requires_grad_(False)", LOWER, "", 1),
+        ("for p in self.vision.parameters(): p.requires_grad = False", LOWER, "", 1),
+        ("pass", LOWER, "model.vision.requires_grad_(False)", 1),
+        ("self.vision.requires_grad_(False)", "", "", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "model.connector.requires_grad_(False)", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "freeze_layers(model)", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "for p in model.parameters(): p.requires_grad = choose(p)", 0),
+    ],
+)
+def test_a_part_next_to_a_frozen_one(freeze, cast, after, count):
+    """What the file freezes is another part by name; where it may be this one, nothing is reported."""
+    text = FROZEN_PART.format(freeze=freeze, cast=cast, after=after) + STEP
+    assert [f.line for f in findings(text, "HS151")] == [9] * count
