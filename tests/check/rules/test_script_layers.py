@@ -127,3 +127,23 @@ LIFT = "for p in model.parameters():\n    if p.requires_grad:\n        p.data = 
 def test_adapters_that_a_class_of_the_file_creates(weights, load, after, count):
     """In 16 bits, or in the dtype of a layer that is loaded so; PEFT would keep them in float32."""
     assert len(findings(ADAPTER.format(weights=weights, load=load, after=after), "HS151")) == count
+
+
+CASTS = "unet, encoder = UNet(), Encoder()\nparts = {parts}\nfor {name} in {each}:\n    {cast}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "name", "each", "cast", "count"),
+    [
+        ("[unet, encoder]", "m", "parts", "m.to('cuda', torch.bfloat16)", 1),
+        ("{'unet': unet, 'encoder': encoder}", "m", "parts.values()", "m.bfloat16()", 1),
+        ("{'unet': unet, 'encoder': encoder}", "k, m", "parts.items()", "if m is not None: m.bfloat16()", 1),
+        ("[encoder]", "m", "parts", "m.bfloat16()", 0),
+        ("{'unet': unet, 'encoder': encoder}", "k, m", "parts.items()", "if k != 'unet': m.bfloat16()", 0),
+        ("[unet, encoder]", "m", "parts", "m.to('cuda')", 0),
+    ],
+)
+def test_models_of_a_list_or_dictionary(parts, name, each, cast, count):
+    """A loop casts each of them, unless it chooses."""
+    setup = CASTS.format(parts=parts, name=name, each=each, cast=cast) + "\nmodel = unet"
+    assert len(findings(text(setup).replace("model = GPT().cuda()\n", ""), "HS151")) == count
