@@ -250,3 +250,84 @@ def test_the_average_of_a_wrapped_model_is_of_that_model():
     )
     assert findings(text, "HS153") == []
     assert len(findings(text.replace("text_encoder.to(", "unet.to("), "HS153")) == 1
+
+
+METHODS = """\
+import torch
+from peft import LoraConfig
+class Runner:
+    def __init__(self, config):
+        self.net = load(config)
+        self.net.requires_grad_(False)
+{order}
+        self.optimizer = torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=1e-4)
+    def attach(self):
+        self.net.add_adapter(LoraConfig(r=8))
+    def lower(self):
+        self.net = self.net.to(dtype=torch.bfloat16)
+    def step(self, x):
+        self.net(x).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "count"),
+    [
+        (("self.attach()", "self.lower()"), 1),
+        (("if config.use_lora: self.attach()", "self.lower()"), 1),
+        (("self.lower()", "self.attach()"), 0),
+        (("if config.lora: self.attach()", "if not config.lora: self.optimize = False"), 0),
+    ],
+)
+def test_methods_attach_adapters_and_cast_the_model(order, count):
+    """The order of the calls decides whether the adapters are cast too, whatever the order of the methods."""
+    body = "\n".join(f"        {line}" for line in order)
+    assert len(findings(METHODS.format(order=body), "HS151")) == count
+
+
+ADDED = """\
+import torch
+from accelerate import Accelerator
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig
+accelerator = Accelerator(mixed_precision={precision})
+weight_dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.float32
+unet = UNet2DConditionModel.from_pretrained("x", subfolder="unet")
+unet.requires_grad_(False)
+{before}
+unet.add_adapter(LoraConfig(r=8))
+{after}
+optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad], lr=1e-4)
+unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+for x in loader:
+    accelerator.backward(unet(x))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "before", "after", "expected"),
+    [
+        ("'fp16'", "unet.to(torch.float16)", "", ["HS199"]),
+        ("args.precision", "unet.to('cuda', dtype=weight_dtype)", "", ["HS199"]),
+        ("'no'", "unet.to(torch.bfloat16)", "", ["HS151"]),
+        ("'fp16'", "", "", []),
+        ("'fp16'", "unet.to(torch.float16)", "cast_training_params(unet, dtype=torch.float32)", []),
+        ("'fp16'", "unet.to(torch.float16)", "upcast_adapters(unet)", []),
+        ("'fp16'", "vae.to(torch.float16)", "", []),
+    ],
+)
+def test_adapters_of_add_adapter_have_the_dtype_of_their_layers(precision, before, after, expected):
+    """Only the functions of PEFT cast them to float32; scripts do it themselves, or float16 gradients meet a scaler."""
+    found = findings(ADDED.format(precision=precision, before=before, after=after))
+    assert [f.code for f in found if f.severity != "advice" and f.code != "HS139"] == expected
+
+
+@pytest.mark.parametrize(("option", "count"), [(", autocast_adapter_dtype=False", 1), ("", 0)])
+def test_adapters_that_peft_does_not_cast(option, count):
+    """PEFT leaves them in the dtype of the model on request."""
+    setup = LOAD.replace("model =", "base =") + f"model = get_peft_model(base, LoraConfig(){option})"
+    assert len(findings(loop(setup), "HS151")) == count

@@ -172,3 +172,43 @@ def test_a_pipeline_that_the_loop_casts_itself():
     assert [f.line for f in findings(inner, "HS137")] == [19]
     final = inner.replace("        pipeline.to(dtype)", "    pipeline.to(dtype)")
     assert findings(final, "HS137") == []
+
+
+IN_LOOP = """\
+import copy
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp16")
+{setup}
+optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+for epoch in range(num_epochs):
+    for x in loader:
+        optimizer.zero_grad()
+        accelerator.backward(unet(x))
+        optimizer.step()
+    {validate}
+"""
+
+
+@pytest.mark.parametrize(
+    ("validate", "count"),
+    [
+        ("accelerator.unwrap_model(unet).half().save_pretrained('out')", 1),
+        ("model = accelerator.unwrap_model(unet)\n    model.to('cuda', dtype=torch.float16)\n    sample(model)", 1),
+        ("if epoch % 5 == 0:\n        sample(unet.half())\n        unet.float()", 1),
+        ("model = copy.deepcopy(accelerator.unwrap_model(unet))\n    model.half()", 0),
+        ("if epoch == num_epochs - 1:\n        unet.half()", 0),
+        ("if enough:\n        torch.save(unet.half(), 'out')\n        break", 0),
+        ("vae.half()\n    images = images.to(torch.float16)", 0),
+    ],
+)
+def test_a_cast_inside_the_training_loop(validate, count):
+    """Of the model itself under any name; copies, other modules, tensors and the end of the training are fine."""
+    assert len(findings(IN_LOOP.format(setup="unet = Net()", validate=validate), "HS137")) == count
+
+
+def test_a_cast_of_a_model_that_has_16_bits_anyway_is_silent():
+    """Nothing changes in the loop; HS151, HS161 or HS199 reports the first cast."""
+    text = IN_LOOP.format(setup="unet = Net().half()", validate="unet.half()")
+    assert findings(text, "HS137") == []

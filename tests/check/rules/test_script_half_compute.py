@@ -49,7 +49,6 @@ def loop(setup, params="model.parameters()", backward="loss.backward()"):
         loop(HALF + ATTACH),
         loop("model = get_peft_model(base.half(), LoraConfig())\n"),
         loop(HALF + ATTACH, TRAINABLE),
-        loop(HALF.replace("base =", "model =") + "model.add_adapter(LoraConfig())\n"),
         loop(HALF + "model = PeftModel.from_pretrained(base, path, is_trainable=True)\n"),
         loop("base = Net()\nif torch.cuda.is_available():\n    base = base.half().cuda()\n" + ATTACH),
         HEAD + CLASS,
@@ -60,6 +59,12 @@ def test_a_loop_without_a_loss_scale(text):
     assert [c.partition(":")[0] for c in codes(text)] == ["HS168"]
     (finding,) = findings(text, "HS168")
     assert "backward" in text.splitlines()[finding.line - 1]
+
+
+def test_adapters_of_add_adapter_have_float16_weights_too():
+    """`add_adapter` leaves them in the dtype of their layers, which HS161 reports as well."""
+    text = loop(HALF.replace("base =", "model =") + "model.add_adapter(LoraConfig())\n")
+    assert [c.partition(":")[0] for c in codes(text)] == ["HS161", "HS168"]
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,15 @@ for x, y in loader:
         "if not torch.isfinite(norm): raise RuntimeError('overflow')",
         "bad = first_nonfinite_gradient(model)\n    if bad is not None: raise RuntimeError(bad)",
         "if any(torch.isnan(p.grad).any() for p in model.parameters()): raise FloatingPointError",
+        "bad = not torch.isfinite(norm)\n    flag = torch.tensor(int(bad))\n    dist.all_reduce(flag)\n    if flag.item(): raise RuntimeError",
+        "bad = False\n    for p in model.parameters():\n        if torch.isnan(p.grad).any(): bad = True\n    if bad: raise RuntimeError",
+        "bad = []\n    for p in model.parameters():\n        if torch.isnan(p.grad).any(): bad.append(p)\n    if bad: raise RuntimeError",
+        "if not torch.isfinite(norm):\n        print('overflow')\n        sys.exit(1)",
+        "try:\n        check_finite(norm)\n        assert torch.isfinite(norm)\n    except KeyboardInterrupt:\n        print('stopped')",
     ],
 )
 def test_a_raise_for_gradients_that_overflow_is_reported(test):
-    """Directly, through a variable, and over all parameters."""
+    """Directly, through variables that other ranks may set, over all parameters, and by an exit of the program."""
     assert "HS175" in reported(LOOP.format(options="", dtype="float16", test=test))
 
 
@@ -40,10 +45,14 @@ def test_a_raise_for_gradients_that_overflow_is_reported(test):
         "if not torch.isfinite(norm) and num_skipped > 100: raise RuntimeError('overflows')",
         "if norm > 1e9: raise RuntimeError('diverged')",
         "if scaler.get_scale() < 1: raise RuntimeError('scale')",
+        "bad = not torch.isfinite(loss)\n    flag = torch.tensor(int(bad))\n    dist.all_reduce(flag)\n    if flag.item(): raise RuntimeError",
+        "bad = []\n    for p in model.parameters():\n        if torch.isnan(p).any(): bad.append(p)\n    if bad: raise RuntimeError",
+        "skips = []\n    if torch.isnan(norm): skips.append(norm)\n    if len(skips) > max_skips: raise RuntimeError",
+        "try:\n        assert torch.isfinite(norm)\n    except AssertionError:\n        print('overflow')",
     ],
 )
 def test_other_raises_are_accepted(test):
-    """For the loss, after many skipped steps, for a norm that is too large, and for a scale that collapsed."""
+    """For the loss or weights, after many skipped steps, for a norm that is too large or a scale that collapsed, and what the loop catches."""
     assert "HS175" not in reported(LOOP.format(options="", dtype="float16", test=test))
 
 
@@ -74,3 +83,21 @@ def test_a_strict_clip_behind_a_test_of_the_gradients(test, count):
         1,
     )
     assert len(findings(text, "HS175")) == count
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("'fp16'", ["error"]), ("precision", ["warning"]), ("'bf16'", [])])
+def test_a_raise_after_accelerate_has_unscaled(precision, expected):
+    """`unscale_gradients` makes an overflow visible to torch's clip, as the clip of Accelerate does."""
+    text = f"""\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision={precision})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    optimizer.zero_grad()
+    accelerator.backward(model(x))
+    accelerator.unscale_gradients(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+"""
+    assert [f.severity for f in findings(text) if f.code == "HS175"] == expected

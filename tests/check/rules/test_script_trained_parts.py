@@ -403,3 +403,40 @@ CAST = "net.to(accelerator.device, dtype=torch.float16)"
 def test_the_cast_of_a_whole_model_is_that_of_its_trained_part(params, cast, expected):
     """A statement `net.to(dtype=...)` changes only a module, so `net.decoder` is one of its layers."""
     assert [f.line for f in findings(PREPARED.format(params=params, cast=cast), "HS199")] == expected
+
+
+FROZEN_PART = """\
+import torch
+from torch import nn
+from transformers import AutoModel
+class Captioner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.vision = AutoModel.from_pretrained("v", dtype=torch.bfloat16)
+        {freeze}
+        self.connector = nn.Linear(8, 8){cast}
+    def forward(self, x):
+        return self.connector(self.vision(x))
+model = Captioner().cuda()
+{after}
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+"""
+LOWER = ".to(torch.bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("freeze", "cast", "after", "count"),
+    [
+        ("self.vision.requires_grad_(False)", LOWER, "", 1),
+        ("for p in self.vision.parameters(): p.requires_grad = False", LOWER, "", 1),
+        ("pass", LOWER, "model.vision.requires_grad_(False)", 1),
+        ("self.vision.requires_grad_(False)", "", "", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "model.connector.requires_grad_(False)", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "freeze_layers(model)", 0),
+        ("self.vision.requires_grad_(False)", LOWER, "for p in model.parameters(): p.requires_grad = choose(p)", 0),
+    ],
+)
+def test_a_part_next_to_a_frozen_one(freeze, cast, after, count):
+    """What the file freezes is another part by name; where it may be this one, nothing is reported."""
+    text = FROZEN_PART.format(freeze=freeze, cast=cast, after=after) + STEP
+    assert [f.line for f in findings(text, "HS151")] == [9] * count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -20,6 +20,7 @@ from halfstep.check.script.objects.engines import (
     scaling_accelerator,
     trains_in_fp16,
 )
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -64,6 +65,27 @@ class StopAtNan(Callback):
 Trainer(precision="16-mixed", gradient_clip_val=1.0, callbacks=[StopAtNan()]).fit(module, data)
 """
 _RAISE = "    if not torch.isfinite(norm):\n        raise RuntimeError('gradient norm is not finite')\n"
+_REDUCED = """\
+    bad = not torch.isfinite(norm)
+    flag = torch.tensor(1 if bad else 0, device="cuda")
+    torch.distributed.all_reduce(flag)
+    if flag.item() > 0:
+        raise RuntimeError('gradient norm is not finite')
+"""
+_COLLECTED = """\
+    broken = []
+    for name, weight in model.named_parameters():
+        if weight.grad is not None and not torch.isfinite(weight.grad).all():
+            broken.append(name)
+    if broken:
+        sys.exit(f"gradients of {broken} are not finite")
+"""
+_CAUGHT = """\
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError:
+        print("overflow")
+"""
 _NOT_FINITE = regex(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
 _GRADIENT = regex(r"grad|norm", re.IGNORECASE)
 _LOSS = regex(r"loss", re.IGNORECASE)
@@ -71,6 +93,8 @@ _LOSS = regex(r"loss", re.IGNORECASE)
 _LENIENT = regex(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
 # The hooks of Lightning between a backward and the next `zero_grad`.
 _HOOKS = {"on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "configure_gradient_clipping"}
+_EXITS = {"exit", "quit", "sys.exit", "os._exit", "os.abort"}
+_INTERRUPTS = {"KeyboardInterrupt", "SystemExit", "StopIteration"}  # what a clip or a test of gradients does not raise
 _INSTEAD = "remove the test, or count the skipped steps and raise only after many in a row"
 
 
@@ -90,13 +114,23 @@ class OverflowRaises(TraceRule):
         _LOOP.format(strict="", test=_RAISE),
         _LOOP.format(strict=", error_if_nonfinite=True", test=""),
         _LOOP.format(strict="", test="    assert torch.isfinite(norm), 'gradient norm is not finite'\n"),
+        _LOOP.format(strict="", test=_REDUCED),
+        _LOOP.format(strict="", test=_COLLECTED),
+        _LOOP.format(strict="", test=_CAUGHT.replace('print("overflow")', "raise")),
         _OWNED.format(precision="fp16", test=_RAISE),
+        _OWNED.format(precision="fp16", test=_RAISE).replace(
+            "norm = accelerator.clip", "accelerator.unscale_gradients(optimizer)\n    norm = torch.nn.utils.clip"
+        ),
         _CALLBACK.format(tested="weight.grad is not None and torch.isnan(weight.grad).any()"),
     )
     good = (
         _LOOP.format(strict="", test=""),
         _LOOP.format(strict="", test=_RAISE.replace("norm):", "loss):")),
         _LOOP.format(strict="", test=_RAISE.replace("norm):", "norm) and num_skipped > 50:")),
+        _LOOP.format(strict="", test=_REDUCED.replace("isfinite(norm)", "isfinite(loss)")),
+        _LOOP.format(strict="", test=_COLLECTED.replace("if broken:", "if len(broken) == max_broken:")),
+        _LOOP.format(strict="", test=_COLLECTED.replace("sys.exit", "print")),
+        _LOOP.format(strict="", test=_CAUGHT),
         _OWNED.format(precision="bf16", test=_RAISE),
         _CALLBACK.format(tested="torch.isnan(weight).any()"),
     )
@@ -105,7 +139,7 @@ class OverflowRaises(TraceRule):
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
     )
     words = ("Accelerator", "on_train_batch_end", "on_after_backward")
-    kinds = ("unscale", "owned_clip")
+    kinds = ("unscale", "owned_clip", "owned_unscale")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Every event of the traces, and the hooks that Lightning runs while there are gradients."""
@@ -123,7 +157,7 @@ class OverflowRaises(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ after which the same function raises for gradients that are not finite, before the step."""
         event = trace[index]
-        if event.kind == "owned_clip":
+        if event.kind != "unscale":
             return self._owned(script, trace, index)
         if (
             without_amp(event)
@@ -145,7 +179,7 @@ class OverflowRaises(TraceRule):
         )
 
     def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """The same after the clip of Accelerate, which unscales."""
+        """The same after the clip of Accelerate, which unscales, or its `unscale_gradients`."""
         event = trace[index]
         func = event.node.func if isinstance(event.node, ast.Call) else None
         key = key_of(func.value) if isinstance(func, ast.Attribute) else ""
@@ -167,7 +201,7 @@ class OverflowRaises(TraceRule):
     def _between(script: Script, trace: Trace, index: int) -> ast.AST | None:
         """What raises between an unscale_ and the step, in its function or in one of its callers."""
         event = trace[index]
-        ends = {"opt_step"} if event.kind == "owned_clip" else {"scaler_step", "update"}
+        ends = {"scaler_step", "update"} if event.kind == "unscale" else {"opt_step"}
         for depth in range(len(event.roots), -1, -1):
             after = [e for e in trace[index + 1 :] if e.kind in ends and len(e.roots) >= depth]
             after = [e for e in after if e.roots[:depth] == event.roots[:depth]]
@@ -214,18 +248,49 @@ def _raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]
 
 
 def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
-    """The lines of a function that raise for a gradient that is not finite."""
+    """The lines of a function that end the run for a gradient that is not finite."""
     for node in ast.walk(function.node):
-        if isinstance(node, ast.If) and any(isinstance(s, ast.Raise) for s in node.body):
-            if _tests_gradients(script, node.test, function):
-                yield next(s for s in node.body if isinstance(s, ast.Raise))
+        place: ast.AST | None = None
+        if isinstance(node, ast.If):
+            ends = next(filter(_ends_run, node.body), None)
+            place = ends if ends is not None and _tests_gradients(script, node.test, function) else None
         elif (isinstance(node, ast.Assert) and _tests_gradients(script, node.test, function)) or (
             isinstance(node, ast.Call)
             and text_of(node.func).endswith("clip_grad_norm_")
             and _is_strict(node)
             and not _is_tested(script, node, function)
         ):
-            yield node
+            place = node
+        if place is not None and not _is_caught(script, place):
+            yield place
+
+
+def _ends_run(statement: ast.stmt) -> bool:
+    """Whether a statement raises, or exits the program."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(statement, ast.Raise) or (isinstance(call, ast.Call) and key_of(call.func) in _EXITS)
+
+
+def _is_caught(script: Script, place: ast.AST) -> bool:
+    """Whether the training loop continues after an exception: a `try` in it catches, and does not raise again or leave."""
+    inner, attempts = place, []
+    for outer in script.above(place):
+        if isinstance(outer, ast.Try) and inner in outer.body:
+            attempts.append(outer)
+        elif isinstance(outer, (ast.For, ast.While)) and any(map(_continues, attempts)):
+            return True
+        inner = outer
+    return False
+
+
+def _continues(attempt: ast.Try) -> bool:
+    """Whether a handler of errors neither raises nor leaves the loop."""
+    handlers = [h for h in attempt.handlers if key_of(h.type) not in _INTERRUPTS]
+    leaves = (ast.Raise, ast.Break, ast.Return)
+    return any(
+        not any(isinstance(n, leaves) or (isinstance(n, ast.stmt) and _ends_run(n)) for n in ast.walk(handler))
+        for handler in handlers
+    )
 
 
 def _is_tested(script: Script, call: ast.Call, function: Function) -> bool:
@@ -244,19 +309,56 @@ def _is_strict(call: ast.Call) -> bool:
 
 
 def _tests_gradients(script: Script, test: ast.expr, function: Function) -> bool:
-    """Whether a test is whether gradients are finite, directly or through a variable: `bad = first_nonfinite_grad(model)`."""
+    """Whether a test is whether gradients are finite, directly or through variables: `bad = first_nonfinite_grad(model)`."""
     text = text_of(test)
-    names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
-    bound = [b for name in names for b in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+    names = _names_in(test)
+    if any(_LENIENT.search(t) for t in (text, *names)) or _LOSS.search(text):
+        return False
+    values = _values_of(script, names, test, function)
+    texts = [text, *map(text_of, values)]
+    if any(_NOT_FINITE.search(t) for t in texts) and any(_GRADIENT.search(t) for t in texts):
+        return True
+    if _is_set_for_gradients(script, names, test, function):
+        return True
+    # `flag = torch.tensor(1 if bad else 0)`, which ranks reduce: one variable further.
+    further = [name for value in values if not isinstance(value, ast.Compare) for name in _names_in(value) - {"torch"}]
+    tests = [v for v in _values_of(script, further, test, function) if _NOT_FINITE.search(text_of(v))]
+    return any(
+        _GRADIENT.search(text_of(t)) and not _LOSS.search(text_of(t)) and not _LENIENT.search(text_of(t)) for t in tests
+    )
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _values_of(script: Script, names: Iterable[str], test: ast.expr, function: Function) -> list[ast.expr]:
+    """What a function assigns to variables before a test."""
+    bound = [b for name in sorted(names) for b in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
     values = [
         b.value
         for b in bound
         if b.function is function and getattr(b.node, "lineno", 0) <= test.lineno and b.value is not None
     ]
-    texts = [text, *map(text_of, values[-3:])]
-    if any(_LENIENT.search(t) for t in (text, *names)) or _LOSS.search(text):
-        return False
-    return any(_NOT_FINITE.search(t) for t in texts) and any(_GRADIENT.search(t) for t in texts)
+    return values[-3:]
+
+
+def _is_set_for_gradients(script: Script, names: Iterable[str], test: ast.expr, function: Function) -> bool:
+    """Whether a variable is set, or a list filled, only for gradients that are not finite: `if isnan(p.grad).any(): bad = True`."""
+    outline = script.outline
+    places: list[ast.AST] = [
+        b.node
+        for name in names
+        for b in outline.bindings.get(name, ())[:MAX_BINDINGS]
+        if b.function is function and constant(b.value) is True
+    ]
+    places += [
+        call
+        for call, inner in outline.calls.get("append", ())
+        if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) in set(names)
+    ]
+    guards = [g.text for p in places if getattr(p, "lineno", 0) < test.lineno for g in conditions_of(outline, p)]
+    return any(_NOT_FINITE.search(g) and _GRADIENT.search(g) and not _LOSS.search(g) for g in guards)
 
 
 RULES: tuple[type[Rule], ...] = (OverflowRaises,)

@@ -64,6 +64,13 @@ _INSIDE = """\
 {start}        accelerator.backward(loss_fn(model(x), y))
         optimizer.step()
 {end}"""
+_GIVEN_UP = """\
+        try:
+            x = augment(x)
+        except ValueError:
+            optimizer.zero_grad()
+            continue
+"""
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 _MODEL = regex(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
@@ -95,6 +102,7 @@ class ClearedEveryMicroBatch(TraceRule):
         _RIGHT,
         _ACCELERATE.format(start="    with accelerator.accumulate(model):\n", indent="    "),
         _PREPARED + _INSIDE.format(start="", end="        optimizer.zero_grad()\n"),
+        _PREPARED + _INSIDE.format(start=_GIVEN_UP, end="        optimizer.zero_grad()\n"),
     )
     references = (_DOCS, "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation")
     words = ("Accelerator", "accelerator.backward")
@@ -103,6 +111,8 @@ class ClearedEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
         event = trace[index]
+        if any(guard.text.startswith("except@") for guard in event.guards):
+            return None  # a step that failed is given up
         windows = ((back, accumulated_over(script, trace, back)) for back in self._backwards(script, trace, index))
         # Around an inner loop, of the chunks of a batch, the window is over the iterations of the loop that clears.
         windows = (

@@ -1,4 +1,4 @@
-"""HS137: an evaluation that casts the model in training to 16 bits."""
+"""HS137: an evaluation, or a save in the training loop, that casts the model in training to 16 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.flow.sources import latest
-from halfstep.check.script.objects.expressions import arguments_of, options_of
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of, options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
 from halfstep.check.script.objects.lifted import listed_models
 from halfstep.check.script.objects.values import argument, text_of
@@ -43,6 +43,23 @@ def evaluate(model, loader):
     for x, y in loader:
         metric.update(model(x.half()), y)
 {restore}"""
+_PREPARED = """\
+import torch
+from accelerate import Accelerator
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+accelerator = Accelerator(mixed_precision="fp16")
+unet = UNet2DConditionModel.from_pretrained(name, subfolder="unet")
+optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5)
+unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+for epoch in range(10):
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(loss_fn(unet(x), y))
+        optimizer.step()
+{validate}    pipeline = StableDiffusionPipeline.from_pretrained(name, unet={unet}).to("cuda")
+    pipeline("a photo of a cat").images[0].save(f"{{epoch}}.png")
+"""
+_LAST = regex(r"last|final|end\b|done|finish|(num|max|total)_?(epoch|step|iter)|n_epochs|best", re.IGNORECASE)
 
 
 class EvaluationHalvesModel(ScriptRule):
@@ -59,10 +76,21 @@ class EvaluationHalvesModel(ScriptRule):
     bad = (
         _ENGINE.format(half="model.half()", restore=""),
         _ENGINE.format(half="model.half()", restore="    model.float()\n"),
+        _PREPARED.format(validate="", unet="accelerator.unwrap_model(unet).to(torch.float16)"),
+        _PREPARED.format(validate="    unet.half()\n", unet="accelerator.unwrap_model(unet)"),
+        _PREPARED.format(validate="", unet="accelerator.unwrap_model(unet)").replace(
+            '.to("cuda")', '.to("cuda", torch.float16)'
+        ),
     )
     good = (
         _ENGINE.format(half="model = copy.deepcopy(model).half()", restore=""),
         _ENGINE.format(half="state = model.state_dict()", restore=""),
+        _PREPARED.format(validate="", unet="accelerator.unwrap_model(unet)"),
+        _PREPARED.format(validate="", unet="copy.deepcopy(accelerator.unwrap_model(unet)).half()"),
+        _PREPARED.format(validate="    vae.half()\n", unet="accelerator.unwrap_model(unet)"),
+        _PREPARED.format(
+            validate="    if stop:\n        unet.half()\n        break\n", unet="accelerator.unwrap_model(unet)"
+        ),
     )
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.half",
@@ -94,6 +122,17 @@ class EvaluationHalvesModel(ScriptRule):
         for cast, back in _lowered_for_pipeline(script):
             if not cast.formats & SIXTEEN_BIT or not _is_trained(script, cast, trains):
                 yield self._report(script, cast, "another dtype", back)
+        every = list(casts_in(script.outline))
+        for cast in _lowered_in_loop(script):
+            back = _cast_back(cast, every)
+            effect = "the next steps train 16-bit weights"
+            if back is not None:
+                effect = f"the cast back to float32 ({script.at(back)}) does not restore the bits"
+            yield self.finding(
+                script.where(cast.call),
+                f"this casts `{cast.key}` to {' or '.join(sorted(cast.formats & SIXTEEN_BIT))} in place inside the loop that trains it: {effect}",
+                instead="cast a copy, copy.deepcopy(model).half(), or use autocast",
+            )
 
     def _report(self, script: Script, cast: VariableCast, low: str, back: ast.Call | None) -> Finding:
         after = (
@@ -175,6 +214,58 @@ def _shared_with_pipeline(script: Script) -> Iterator[tuple[VariableCast, str, a
                 if upcast is not None and cast.call not in reported:
                     reported.add(cast.call)
                     yield cast, model, upcast
+
+
+def _lowered_in_loop(script: Script) -> Iterator[VariableCast]:
+    """Casts of a float32 model inside the loop that trains it, by itself or as a part of a pipeline that the loop creates."""
+    outline, training = script.outline, script.training
+    lineages = [
+        training.model(*owner) for by, function in training.optimizers for owner in training.owners(by, function)
+    ]
+    reported = {tie.cast.node for tie in training.by_optimizers}
+    sites = [site for name in ("half", "bfloat16", "to") for site in outline.calls.get(name, ())] if lineages else []
+    for call, function in sites:
+        formats = cast_formats(outline, call, function)
+        loop = _training_loop(script, call) if formats & SIXTEEN_BIT and not _is_evaluation(function) else None
+        if loop is None or call in reported:
+            continue
+        base, inside = base_of(call), set(ast.walk(loop))
+        bound = [b.value for b in outline.bindings.get(key_of(base), ()) if b.node in inside]
+        if any(_COPY.search(text_of(v)) for v in (base, *bound) if v is not None):
+            continue
+        created = [v for v in (base, *map(base_of, filter(None, bound))) if isinstance(v, ast.Call)]
+        parts = [ast.Name(key, ast.Load()) for v in created for key in _components(v) if key.isidentifier()]
+        for model in (base, *parts):
+            lineage = training.model(model, function)
+            same = [own for own in lineages if own.places.keys() & lineage.places.keys()]
+            is_low = any(c.low and c.node not in inside for own in same for c in own.casts)
+            if same and not is_low and not lineage.copied:
+                yield VariableCast(call, function, key_of(model) or next(iter(lineage.places))[0], formats)
+                break
+
+
+def _training_loop(script: Script, cast: ast.Call) -> ast.AST | None:
+    """The loop around a cast that goes on to train: it contains a backward, and neither leaves nor ends after the cast."""
+    guards = conditions_of(script.outline, cast)
+    if any(_LAST.search(text) for text, _ in guards):
+        return None
+    backs = {node for e in script.events("backward", "owned_backward") for node in (*e.roots, e.node)}
+    inner: ast.AST = cast
+    for outer in script.above(cast):
+        block = next(
+            (
+                b
+                for b in (getattr(outer, "body", []), getattr(outer, "orelse", []))
+                if isinstance(b, list) and inner in b
+            ),
+            [],
+        )
+        if any(isinstance(s, (ast.Break, ast.Return, ast.Raise)) for s in block):
+            return None
+        if isinstance(outer, (ast.For, ast.While)) and not backs.isdisjoint(ast.walk(outer)):
+            return outer
+        inner = outer
+    return None
 
 
 def _places_of(script: Script, cast: VariableCast) -> Iterator[tuple[ast.Call, Function, str]]:

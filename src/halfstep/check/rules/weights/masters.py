@@ -79,10 +79,9 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
-    frozen = lineage.frozen_when if lineage is not None else ()
-    flags += map(_negated, frozen)
-    parts = [f"`{flag}`" for flag in flags]
-    if script.training.adapters == "optional" and not asks_for_adapters(conditions):
+    lineage = lineage or Lineage(script.outline)
+    parts = [f"`{flag}`" for flag in (*flags, *map(_negated, lineage.frozen_when))]
+    if script.training.adapters == "optional" and not lineage.is_adapted and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
     if cast.form == "factory":
         parts.append(f"`{text_of(cast.node.func)}` creates {low} weights")

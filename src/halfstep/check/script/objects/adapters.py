@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none, passed_for
 from halfstep.check.script.objects.parameters import is_model_name
@@ -193,7 +193,8 @@ def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast
     adapted = []
     for call, function, key, formats in casts:
         for wrap, scope in wrapped:
-            is_later = scope is function and wrap.lineno < call.lineno and key in _targets(outline, wrap)
+            is_same = key in _targets(outline, wrap) and (scope is function or _is_of_object(key, scope, function))
+            is_later = is_same and _runs_before(outline, (wrap, scope), (call, function))
             if is_later and formats & SIXTEEN_BIT:
                 adapted.append(Cast(call, function, key, formats, "cast"))
     for wrap, scope in wrapped:
@@ -206,6 +207,28 @@ def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast
                 adapted.append(Cast(node, scope, targets[0] if targets else "", formats, "cast"))
                 break
     return tuple(adapted)
+
+
+def _is_of_object(key: str, function: Function, other: Function) -> bool:
+    """Whether two methods of one class use the same attribute."""
+    return key.startswith("self.") and function.cls == other.cls != ""
+
+
+def _runs_before(outline: Outline, first: tuple[ast.Call, Function], second: tuple[ast.Call, Function]) -> bool:
+    """Whether one call runs before another: further up in a function, or in one that is called further up."""
+    if not possible(conditions_of(outline, first[0]), conditions_of(outline, second[0])):
+        return False  # in the other branch
+    lines, others = _lines_of(outline, *first), _lines_of(outline, *second)
+    return any(lines[function] < others[function] for function in lines.keys() & others.keys())
+
+
+def _lines_of(outline: Outline, call: ast.Call, function: Function, depth: int = 3) -> dict[Function, int]:
+    """The line of a call in its function, and in every method of the same class that leads to it."""
+    lines = {function: call.lineno}
+    for outer, caller in outline.calls.get(function.name, ()) if depth and function.cls else ():
+        if caller not in lines and outline.call_target(outer, caller) is function:
+            lines = _lines_of(outline, outer, caller, depth - 1) | lines
+    return lines
 
 
 def _attaches(name: str, call: ast.Call) -> bool:

@@ -355,18 +355,32 @@ def casts_in(outline: Outline) -> Iterator[VariableCast]:
         for call, function in outline.calls.get(name, ()):
             key = key_of(base_of(call))
             formats = cast_formats(outline, call, function) if key else frozenset()
-            for variable in _iterated(outline, call, key) if formats else ():
+            for variable in _iterated(outline, call, function, key) if formats else ():
                 yield VariableCast(call, function, variable, formats)
     yield from _assigned_states(outline)
 
 
-def _iterated(outline: Outline, call: ast.Call, key: str) -> list[str]:
-    """The variables of `for m in (encoder, decoder): m.half()`; `key` itself if it is not that of such a loop."""
-    loop = outline.parents.get(call)
+def _iterated(outline: Outline, call: ast.Call, function: Function, key: str) -> list[str]:
+    """The variables of `for m in (encoder, decoder): m.half()`, also of a list or dictionary; `key` itself without such a loop."""
+    loop, tests = outline.parents.get(call), set()
     while isinstance(loop, (ast.Expr, ast.Assign, ast.If)):
+        tests |= {text_of(loop.test)} if isinstance(loop, ast.If) else set()
         loop = outline.parents.get(loop)
-    if isinstance(loop, ast.For) and key_of(loop.target) == key and isinstance(loop.iter, (ast.Tuple, ast.List)):
-        return [name for name in map(key_of, loop.iter.elts) if name]
+    names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)} if isinstance(loop, ast.For) else set()
+    chosen = [t for t in tests - {key, f"{key} is not None"} if names & set(re.findall(r"\w+", t))]
+    if not isinstance(loop, ast.For) or chosen:  # `if name != "unet":` leaves some out
+        return [key]
+    target, source = loop.target, loop.iter
+    if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and not source.args:
+        target = target.elts[-1] if source.func.attr == "items" and isinstance(target, ast.Tuple) else target
+        source = source.func.value if source.func.attr in {"items", "values"} else source
+    values = outline.values(key_of(source), function) if key_of(source) else [source]
+    models = values[0] if len(values) == 1 and key_of(target) == key else None
+    if isinstance(models, (ast.Tuple, ast.List)):
+        return [name for name in map(key_of, models.elts) if name]
+    if isinstance(models, ast.Dict) and source is not loop.iter:
+        entries = [f"{key_of(source)}[{constant(k)!r}]" for k in models.keys if isinstance(constant(k), str)]
+        return [*filter(None, map(key_of, models.values)), *entries]
     return [key]
 
 

@@ -1,25 +1,32 @@
-"""Layers and parameters that a loop over a model casts, and the optimizers without master weights that a file creates or defines."""
+"""Layers and adapters that a file casts to 16 bits or creates so, and the optimizers without master weights that it creates or defines."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.adapters import attachments, upcasts_parameters
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, table_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of, keyword_of, table_of
+from halfstep.check.script.objects.loading import lasting_casts
 from halfstep.check.script.objects.parameters import may_freeze
+from halfstep.check.script.objects.tensors import created_formats, dtype_of_weight
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, VariableCast, conditions_of
+from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, conditions_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = [
     "MAKES_OPTIMIZER",
+    "added_adapters",
     "cast_layers",
+    "created_adapters",
     "defined_optimizers",
+    "is_created_low",
     "managed_casts",
     "model_of_every_parameter",
     "optimizer_factories",
@@ -36,6 +43,15 @@ _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_ka
 MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 _FAMILY = regex(r"^([A-Z]\w*)?(Adam\w*|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$")
 _KEPT = regex(r"16|32|kahan|stoch|master|mixed|precision|cpu", re.IGNORECASE)
+_PEFT_CONFIG = regex(r"(Lo[RrHhKk][AaRr]|LoKr|OFT|BOFT|Vera|DoRA|Adapter|Peft)\w*Config$")
+_LIFTS = regex(
+    r"upcast|fp32|float32|cast_|_dtype", re.IGNORECASE
+)  # a function that may cast what is trained to float32
+_ADAPTER = regex(r"lora|adapter", re.IGNORECASE)
+_FROZEN = regex(r"requires_grad(_\(|\s*=\s*)False|\.float\(\)\)")
+_OF_LAYER = regex(r"^(self\.)?\w+(\.\w+)*\.weight\.dtype$")  # of the layer that is adapted
+_OF_MODEL = regex(r"lora|adapter|model|module|param|layer|^p$|^data$", re.IGNORECASE)
+_NO_MODEL = regex(r"Tokenizer|Processor|Config\b|Scheduler|FeatureExtractor|Dataset")
 _MATRICES = regex(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
 _RETURNS = regex(r"^_?(get_|collect_)?\w+_param(eter)?s$")
 # What optimizers keep elsewhere: float32 copies, or the bits that 16-bit weights do not have.
@@ -63,6 +79,92 @@ def cast_layers(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[tup
         is_layer = key in names or (key.partition(".")[0] in names and key.endswith((".weight", ".weight.data")))
         if is_layer and len(guards) == 1 and guards[0].is_true and _MATRICES.search(guards[0].text):
             yield Cast(call, function, key.removesuffix(".data"), formats, "cast"), key_of(func.value)
+
+
+def created_adapters(outline: Outline, casts: Iterable[VariableCast]) -> Iterator[Cast]:
+    """The 16-bit weights of adapters that a class of this file defines: `self.lora_A = nn.Parameter(torch.zeros(..., dtype=torch.bfloat16))`.
+
+    Their dtype is written, or is that of the layer that they adapt, where every model of the file is loaded in 16 bits. PEFT
+    would keep them in float32.
+    """
+    lifted = [c.key for c in casts if "float32" in c.formats and _OF_MODEL.search(c.key.rsplit(".", 1)[-1])]
+    for name, methods in outline.classes.items() if not lifted else ():
+        init = methods.get("__init__")
+        text = " ".join(ast.unparse(method.node) for method in methods.values())
+        if init is None or name not in outline.calls or _FROZEN.search(text):
+            continue
+        for node in ast.walk(init.node):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if not targets or not _ADAPTER.search(f"{name} {text_of(targets[0])}"):
+                continue
+            weights = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _is_layer(outline, n)]
+            low = [(call, formats) for call in weights if (formats := _adapter_formats(outline, call, init))]
+            if low:
+                yield Cast(low[0][0], init, text_of(targets[0]), low[0][1], "constructor")
+                break
+
+
+def _is_layer(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func).startswith("torch.nn.")
+
+
+def _adapter_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:
+    """The 16-bit formats of a weight of an adapter; empty if it may be float32."""
+    formats = created_formats(outline, call, function)
+    if formats and formats <= SIXTEEN_BIT:
+        return formats
+    dtype = dtype_of_weight(outline, call, function)
+    values = outline.values(key_of(dtype), function) if dtype is not None and key_of(dtype) else []
+    texts = [text_of(value) for value in values] or [text_of(dtype)]
+    if not all(map(_OF_LAYER.search, texts)):
+        return frozenset()
+    sites = [s for name in ("from_pretrained", "from_config") for s in outline.calls.get(name, ())]
+    loads = [s for s in sites if not _NO_MODEL.search(text_of(s.call.func))]
+    if any(
+        keyword_of(outline, s.call, s.function, "quantization_config", "load_in_4bit", "load_in_8bit") for s in loads
+    ):
+        return frozenset()  # the layer stores integers
+    chosen = [
+        formats_of(outline, keyword_of(outline, s.call, s.function, "torch_dtype", "dtype"), s.function) for s in loads
+    ]
+    loaded = frozenset().union(*chosen)
+    return loaded if loaded and loaded <= SIXTEEN_BIT else frozenset()
+
+
+def is_created_low(lineage: Lineage) -> bool:
+    """Whether a layer of the file's own is created in 16 bits, `nn.Linear(..., dtype=torch.bfloat16)`: no adapter replaces it."""
+    layers = [c for c in lineage.casts if _is_layer(lineage.outline, c.node)]
+    return bool(layers) and len(layers) == len(lineage.casts)
+
+
+def added_adapters(outline: Outline, model: Callable[[ast.expr, Function], Lineage]) -> Iterator[Cast]:
+    """The 16-bit casts and loads of models that then get adapters by `unet.add_adapter(LoraConfig(...))`, which have their dtype.
+
+    Only `get_peft_model` and `PeftModel` cast adapters to float32, unless `autocast_adapter_dtype=False`. Nothing is yielded where the file may cast them itself.
+    """
+    if upcasts_parameters(outline):
+        return
+    for attached in attachments(outline):
+        config = argument(attached.call, 0, "adapter_config")
+        values = (
+            outline.values(key_of(config), attached.function) if config is not None and key_of(config) else [config]
+        )
+        is_added = last_name_of(attached.call.func) == "add_adapter" and any(
+            isinstance(v, ast.Call) and _PEFT_CONFIG.search(text_of(v.func)) for v in values
+        )
+        if not is_added and constant(argument(attached.call, None, "autocast_adapter_dtype")) is not False:
+            continue
+        lineage = model(attached.base, attached.function)
+        lifts = [site for name, sites in outline.calls.items() if _LIFTS.search(name) for site in sites]
+        passed = [(key_of(a), s.function) for s in lifts for a in (*s.call.args, *(k.value for k in s.call.keywords))]
+        if lineage.is_restored or any(lineage.has(key, function) for key, function in passed if key):
+            continue
+        for cast in lasting_casts(lineage):
+            is_before = cast.function is attached.function and cast.node.lineno < attached.call.lineno
+            if cast.low and is_before:
+                yield replace(cast, key=attached.targets[0] if attached.targets else cast.key)
+            elif cast.low and cast.form == "load" and cast.function is not attached.function:
+                yield cast
 
 
 def managed_casts(

@@ -162,8 +162,9 @@ def parts_of(
 
 
 def _low_parts(outline: Outline, init: Function) -> Iterator[tuple[ast.expr, Function]]:
-    """The attributes of a class that it loads or casts in 16 bits, where nothing in the file freezes parameters."""
-    if may_freeze(outline):
+    """The attributes of a class that it loads or casts in 16 bits, and that nothing in the file may freeze."""
+    frozen = _frozen_parts(outline) if may_freeze(outline) else set()
+    if frozen is None:
         return
     keys = [key for key in outline.bindings if key.startswith("self.") and key.count(".") == 1 and "[" not in key]
     for key in keys:
@@ -173,8 +174,37 @@ def _low_parts(outline: Outline, init: Function) -> Iterator[tuple[ast.expr, Fun
         calls += [call for call, f in casts if f.cls == init.cls and key_of(base_of(call)) == key]  # in place
         is_low = any(_is_low(outline, call, init) for call in calls)
         name = key.removeprefix("self.")
-        if is_low and not _REFERENCE.search(name) and _is_run(outline, key, init.cls):
+        if name in frozen or _REFERENCE.search(name):
+            continue
+        if is_low and _is_run(outline, key, init.cls):
             yield ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()), init
+
+
+def _frozen_parts(outline: Outline) -> set[str] | None:
+    """The names of the parts that a file freezes, `vision` of `self.vision.requires_grad_(False)`; None if it may freeze others."""
+    if any("freez" in name.lower() for name in (*outline.calls, *outline.bindings)):
+        return None
+    owners = [
+        _iterated(outline, call, call.func.value)
+        for call, _ in outline.calls.get("requires_grad_", ())
+        if isinstance(call.func, ast.Attribute)
+    ]
+    for key, bindings in outline.bindings.items():
+        if key.endswith(".requires_grad"):
+            owners += [_iterated(outline, b.node, ast.Name(key.partition(".")[0], ast.Load())) for b in bindings]
+    names = {owner.rpartition(".")[2] for owner in owners}
+    return names if all("." in owner and "[" not in owner for owner in owners) else None
+
+
+def _iterated(outline: Outline, node: ast.AST, owner: ast.expr) -> str:
+    """The module whose parameters a loop around a node goes through, if the variable is one of them; else the variable itself."""
+    parent: ast.AST | None = node
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        parent = outline.parents.get(parent)
+        if isinstance(parent, ast.For) and any(key_of(n) == key_of(owner) for n in ast.walk(parent.target)):
+            func = parent.iter.func if isinstance(parent.iter, ast.Call) else None
+            return key_of(func.value) if isinstance(func, ast.Attribute) else ""
+    return key_of(owner)
 
 
 def _is_low(outline: Outline, call: ast.Call, function: Function) -> bool:

@@ -1,4 +1,4 @@
-"""Expressions about tensors: the variable inside `loss.detach().float()`, and calls that read every gradient."""
+"""Expressions about tensors: the variable inside `loss.detach().float()`, the dtype of a new weight, and calls that read every gradient."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats, formats_of, keyword_of
+from halfstep.check.script.objects.parameters import may_freeze
+from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import CallSite
 
-__all__ = ["adds_unscaled", "grad_of", "is_gradient", "reads_gradients", "tensor_of"]
+__all__ = [
+    "adds_unscaled",
+    "created_formats",
+    "dtype_of_weight",
+    "grad_of",
+    "is_gradient",
+    "low_layer",
+    "reads_gradients",
+    "tensor_of",
+]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
 _READS = {
@@ -93,3 +107,52 @@ def reads_gradients(outline: Outline, call: ast.Call, function: Function, name: 
         return bool(call.args) and is_gradient(outline, call.args[0], function)
     is_function = isinstance(call.func, ast.Name) or bool(name)
     return is_function and bool(call.args) and bool(_GRAD_NORM.match(last))
+
+
+def created_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:
+    """The formats of the weights that a call creates, `nn.Linear(..., dtype=...)` or `nn.Parameter(torch.zeros(..., dtype=...))`.
+
+    Empty if no dtype is written, or the parameter is not trained.
+    """
+    tensor = _tensor_of_parameter(outline, call, function)
+    if tensor is not None and (formats := cast_formats(outline, tensor, function)):
+        return formats
+    dtype = dtype_of_weight(outline, call, function)
+    return formats_of(outline, dtype, function) if dtype is not None else frozenset()
+
+
+def dtype_of_weight(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
+    """The dtype that is written for the weights which a call creates."""
+    made: ast.Call | None = call
+    if outline.names.full(call.func) == "torch.nn.Parameter":
+        made = _tensor_of_parameter(outline, call, function)
+    return keyword_of(outline, made, function, "dtype", "torch_dtype") if made is not None else None
+
+
+def _tensor_of_parameter(outline: Outline, call: ast.Call, function: Function) -> ast.Call | None:
+    """The call that creates the tensor of a parameter that is trained, also through a variable."""
+    if outline.names.full(call.func) != "torch.nn.Parameter":
+        return None
+    if constant(argument(call, 1, "requires_grad")) is False:
+        return None
+    tensor = argument(call, 0, "data")
+    values = outline.values(key_of(tensor), function) if tensor is not None and key_of(tensor) else [tensor]
+    return values[0] if len(values) == 1 and isinstance(values[0], ast.Call) else None
+
+
+def low_layer(outline: Outline, node: ast.AST, function: Function, depth: int = 3) -> CallSite | None:
+    """The first layer or parameter that is created in 16 bits below a node, also by the classes of this file that it creates."""
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call) or call is node:
+            continue
+        if outline.names.full(call.func).startswith("torch.nn."):
+            formats = created_formats(outline, call, function)
+            if formats and formats <= SIXTEEN_BIT:
+                return CallSite(call, function)
+        target = outline.call_target(call, function)
+        is_part = target is not None and target.name == "__init__" and target is not function
+        if is_part and target is not None and depth and not may_freeze(outline):  # nothing of the model is frozen
+            inner = low_layer(outline, target.node, target, depth - 1)
+            if inner is not None:
+                return inner
+    return None

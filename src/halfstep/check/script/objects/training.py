@@ -45,8 +45,11 @@ from halfstep.check.script.objects.freezing import (
 )
 from halfstep.check.script.objects.layers import (
     MAKES_OPTIMIZER,
+    added_adapters,
     cast_layers,
+    created_adapters,
     defined_optimizers,
+    is_created_low,
     model_of_every_parameter,
     optimizer_factories,
     plain_optimizers,
@@ -148,7 +151,7 @@ class Training:
         is_deepspeed = self._engines == {"deepspeed"}  # which a branch of the script may leave out
         if mentions_masters(self.outline) or has_plugin(self.outline) or (self._engines and not is_deepspeed):
             return ()
-        ties = self._adapted_ties() if self.adapters == "yes" else iter(())
+        ties = self._adapted_ties() if self.adapters != "no" else iter(())
         ties = self._unique(chain(ties, self._optimizer_ties(in_full=self.adapters == "yes")))
         return tuple(tie for tie in ties if not self._engines or self._is_without_engine(tie))
 
@@ -203,9 +206,7 @@ class Training:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
-                is_whole = (
-                    is_whole or is_attached_elsewhere(self.outline, lineage, call) or self._is_created_low(lineage)
-                )
+                is_whole = is_whole or is_attached_elsewhere(self.outline, lineage, call) or is_created_low(lineage)
                 if is_whole and not self._is_spared(lineage):
                     for cast in lasting_casts(lineage):
                         place = (cast.node, cast.dtype)
@@ -215,22 +216,23 @@ class Training:
                             tied.add(place)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
 
-    def _is_created_low(self, lineage: Lineage) -> bool:
-        """Whether a layer of the file's own is created in 16 bits, `nn.Linear(..., dtype=torch.bfloat16)`: no adapter replaces it."""
-        layers = [c for c in lineage.casts if self.outline.names.full(c.node.func).startswith("torch.nn.")]
-        return bool(layers) and len(layers) == len(lineage.casts)
+    @cached_property
+    def _low_adapters(self) -> tuple[Cast, ...]:
+        return (*adapted_casts(self.outline, self._casts), *added_adapters(self.outline, self.model))
 
     def _adapted_ties(self) -> Iterator[Trained]:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
-        casts = adapted_casts(self.outline, self._casts)
-        for call, function in self._updaters[:MAX_OPTIMIZERS] if casts or self._saved_layers else ():
+        casts = self._low_adapters
+        created = [*created_adapters(self.outline, self._casts)]
+        for call, function in self._updaters[:MAX_OPTIMIZERS] if casts or created or self._saved_layers else ():
             for owner, scope in self.owners(call, function):
+                yield from (Trained(cast, call, function, Lineage(self.outline, is_adapted=True)) for cast in created)
                 yield from self._saved_ties(call, function, owner)
                 lineage = self.model(owner, scope)
                 for cast in casts:
                     reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
                     if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
-                        yield Trained(cast, call, function, lineage)
+                        yield Trained(cast, call, function, replace(lineage, is_adapted=True))
 
     def _saved_ties(
         self, call: ast.Call, function: Function, model: ast.expr, arguments: ast.Call | None = None
@@ -386,7 +388,7 @@ class Training:
                 casts = lineage.casts
                 is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
                 if is_adapted:
-                    casts = [c for c in adapted_casts(self.outline, self._casts) if lineage.has(c.key, c.function)]
+                    casts = [c for c in self._low_adapters if lineage.has(c.key, c.function)]
                 if casts and (is_adapted or not self._is_spared(lineage)):
                     for cast in casts:
                         only = not without or without in conditions_of(self.outline, cast.node)

@@ -35,6 +35,7 @@ from halfstep.check.script.objects.formats import (
     returned_by,
 )
 from halfstep.check.script.objects.parameters import is_cast_in_place, may_freeze, parts_of
+from halfstep.check.script.objects.tensors import created_formats, low_layer
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -355,21 +356,17 @@ def _is_other_branch(outline: Outline, quantized: ast.expr, dtype: ast.expr | No
 
 def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
     """`Model(..., dtype=torch.bfloat16)`; a model class passes its dtype to every layer, `nn.Parameter` keeps that of its tensor."""
-    full = lineage.outline.names.full(call.func)
-    tensor = call.args[0] if full == "torch.nn.Parameter" and call.args else None
-    if isinstance(tensor, ast.Call) and (formats := cast_formats(lineage.outline, tensor, function)):
-        lineage.casts.append(Cast(call, function, name, formats, "constructor"))
-        return
-    made = tensor if isinstance(tensor, ast.Call) else call
-    value = keyword_of(lineage.outline, made, function, "dtype", "torch_dtype")
-    options = keyword_of(lineage.outline, call, function, "model_kwargs") if value is None else None
+    outline = lineage.outline
+    full = outline.names.full(call.func)
+    formats = created_formats(outline, call, function)
+    options = keyword_of(outline, call, function, "model_kwargs") if not formats else None
     if options is not None:  # of sentence-transformers
         spread = ast.Call(call.func, [], [ast.keyword(None, options)])
-        value = keyword_of(lineage.outline, spread, function, "dtype", "torch_dtype")
-    if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
+        value = keyword_of(outline, spread, function, "dtype", "torch_dtype")
+        formats = formats_of(outline, value, function) if value is not None else formats
+    if not formats or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
         return
     last = text_of(call.func).rsplit(".", 1)[-1]
-    formats = formats_of(lineage.outline, value, function)
     if last[:1].isupper():
         lineage.casts.append(Cast(call, function, name, formats, "constructor"))
     elif _FACTORY.search(last) and not ADAPTER_FLAG.search(name):  # of another file, which may keep other weights
@@ -377,7 +374,7 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
 
 
 def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Function | None, name: str) -> None:
-    """Layers that a class of this file, or a Sequential, creates with `nn.Linear(..., dtype=torch.bfloat16)`."""
+    """Layers and parameters that a class of this file, or a Sequential, creates in 16 bits: `nn.Linear(..., dtype=torch.bfloat16)`."""
     names = lineage.outline.names
     is_module = target is not None and target.name == "__init__"
     if not is_module and names.full(call.func) != "torch.nn.Sequential":
@@ -391,10 +388,7 @@ def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Fu
         if isinstance(cast, ast.Call) and formats & SIXTEEN_BIT:
             lineage.casts.append(Cast(cast, scope, name, formats, "cast"))
             return
-    for layer in ast.walk(target.node if is_module and target is not None else call):
-        if isinstance(layer, ast.Call) and layer is not call and names.full(layer.func).startswith("torch.nn."):
-            dtype = next((k.value for k in layer.keywords if k.arg == "dtype"), None)
-            formats = formats_of(lineage.outline, dtype, scope) if dtype is not None else frozenset()
-            if formats and formats <= SIXTEEN_BIT:
-                lineage.casts.append(Cast(layer, scope, name, formats, "constructor"))
-                return
+    layer = low_layer(lineage.outline, target.node if is_module and target is not None else call, scope)
+    if layer is not None:
+        formats = created_formats(lineage.outline, layer.call, layer.function)
+        lineage.casts.append(Cast(layer.call, layer.function, name, formats, "constructor"))
