@@ -74,3 +74,21 @@ def test_a_strict_clip_behind_a_test_of_the_gradients(test, count):
         1,
     )
     assert len(findings(text, "HS175")) == count
+
+
+@pytest.mark.parametrize(
+    ("handler", "count"),
+    [
+        ("except RuntimeError:\n        print('skipped')", 0),
+        ("except RuntimeError as error:\n        raise SystemExit from error", 1),
+        ("except RuntimeError:\n        sys.exit(1)", 1),
+        ("finally:\n        print('clipped')", 1),
+    ],
+)
+def test_a_handler_around_a_strict_clip(handler, count):
+    """What a handler catches does not end the run, unless the handler does."""
+    clip = (
+        "try:\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n    " + handler
+    )
+    found = findings(LOOP.format(options="", dtype="float16", test=clip), "HS175")
+    assert len(found) == count

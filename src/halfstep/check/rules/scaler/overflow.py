@@ -69,6 +69,7 @@ _GRADIENT = regex(r"grad|norm", re.IGNORECASE)
 _LOSS = regex(r"loss", re.IGNORECASE)
 # A limit on how many in a row are accepted, or a test of the scale itself.
 _LENIENT = regex(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
+_EXITS = regex(r"(^|\.)_?(exit|quit|abort)$")
 # The hooks of Lightning between a backward and the next `zero_grad`.
 _HOOKS = {"on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "configure_gradient_clipping"}
 _INSTEAD = "remove the test, or count the skipped steps and raise only after many in a row"
@@ -214,8 +215,10 @@ def _raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]
 
 
 def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
-    """The lines of a function that raise for a gradient that is not finite."""
+    """The lines of a function that raise for a gradient that is not finite, where no handler of the function catches it."""
     for node in ast.walk(function.node):
+        if isinstance(node, (ast.If, ast.Assert, ast.Call)) and _is_caught(script, node):
+            continue
         if isinstance(node, ast.If) and any(isinstance(s, ast.Raise) for s in node.body):
             if _tests_gradients(script, node.test, function):
                 yield next(s for s in node.body if isinstance(s, ast.Raise))
@@ -226,6 +229,24 @@ def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
             and not _is_tested(script, node, function)
         ):
             yield node
+
+
+def _is_caught(script: Script, node: ast.AST) -> bool:
+    """Whether a handler around a line catches what it raises, and the run continues."""
+    inner = node
+    for outer in script.above(node):
+        if isinstance(outer, ast.Try) and inner in outer.body and any(map(_goes_on, outer.handlers)):
+            return True
+        inner = outer
+    return False
+
+
+def _goes_on(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler neither raises again nor leaves the program."""
+    parts = list(ast.walk(handler))
+    return not any(isinstance(n, ast.Raise) for n in parts) and not any(
+        isinstance(n, ast.Call) and _EXITS.search(text_of(n.func)) for n in parts
+    )
 
 
 def _is_tested(script: Script, call: ast.Call, function: Function) -> bool:
