@@ -11,7 +11,16 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
-from halfstep.check.script.flow.order import STEPS, between, implied, is_amp, is_setting, rebound_between
+from halfstep.check.script.flow.order import (
+    STEPS,
+    between,
+    earlier,
+    implied,
+    is_amp,
+    is_setting,
+    later,
+    rebound_between,
+)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -25,9 +34,11 @@ __all__ = [
     "dropped_loss",
     "is_other_choice",
     "is_trial",
+    "joins_unscaled",
     "measures_only",
     "moves_gradients",
     "never_stepped",
+    "scaled_alternatives",
     "scaled_elsewhere",
     "skipped_unscale",
     "steps_only",
@@ -140,6 +151,31 @@ def is_trial(trace: Trace, index: int, step: int) -> bool:
     """Whether a backward comes before the loop of a step, which has a scaled backward of its own."""
     own = (e for e in between(trace, index, step, "backward") if e.scaled == "yes")
     return len(trace[index].loops) < len(trace[step].loops) and any(True for _ in own)
+
+
+def scaled_alternatives(trace: Trace, index: int, step: int) -> list[Event]:
+    """The scaled backwards that may run before a step instead of `trace[index]`.
+
+    Neither those whose gradients another optimizer uses, nor the same lines in another call of their function.
+    """
+    event, optimizer = trace[index], trace[step].optimizer
+    alternatives = []
+    for position, other in enumerate(trace):
+        if other.kind != "backward" or other.scaled == "no" or other.inside("scaled_loss"):
+            continue
+        if other.function is event.function and other.roots != event.roots:
+            continue
+        own = next((trace[i].optimizer for i in later(trace, position, *STEPS)), "")
+        if own == optimizer or not own or not optimizer:
+            alternatives.append(other)
+    return alternatives
+
+
+def joins_unscaled(trace: Trace, index: int, step: int) -> bool:
+    """Whether a backward adds to gradients of the step's optimizer that are no longer scaled."""
+    before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), index)
+    unscaled = [e for e in between(trace, before, index, "unscale") if implied(e, trace[index])]
+    return any(e.optimizer in {trace[step].optimizer, ""} for e in unscaled)
 
 
 def checked_by_hand(script: Script, unscale: Event, step: Event) -> bool:
@@ -272,4 +308,4 @@ def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
 def moves_gradients(script: Script, first: Event, last: Event) -> bool:
     """Whether a line between two events may save gradients or put them back: it names them, or a helper for them."""
     lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
-    return any("grad" in _HARMLESS.sub("", line) for line in lines)
+    return any("grad" in _HARMLESS.sub("", line).partition("#")[0] for line in lines)

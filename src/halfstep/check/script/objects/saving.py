@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -254,6 +255,8 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
         parts = node.elts
     elif isinstance(node, ast.Dict):
         parts = node.values
+    elif isinstance(node, (ast.IfExp, ast.BoolOp)):
+        parts = options_of(node)  # `scaler if amp else None`
     elif isinstance(node, ast.Call):
         name = key_of(node.func)
         is_built = bool(_BUILDS.search(name)) and outline.call_target(node, function) is None
