@@ -241,3 +241,27 @@ def test_clearing_after_the_loop_over_micro_batches_and_before_the_step(before, 
     """HS156, also where a comment between backward and step is about gradients."""
     found = findings(MICRO.format(before=before, after=after), "HS156")
     assert [f.line for f in found] == expected
+
+
+@pytest.mark.parametrize(("clear", "expected"), [("pass", {10, 13}), ("optim_d.zero_grad()", set())])
+def test_optimizers_out_of_a_parameter_leave_the_gradients(clear, expected):
+    """HS156 reports steps without any clearing, also of optimizers that are passed in together."""
+    text = EPOCHS.format(loss="scaler.scale(loss_d)")
+    text = text.replace("optim_d.zero_grad()", clear).replace("optim_g.zero_grad()", clear.replace("_d", "_g"))
+    assert {f.line for f in findings(text, "HS156")} == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "is_reported"),
+    [
+        ("files.checkpoint(path, model, optimizer)", True),
+        ("files.write_checkpoint(path, model, optimizer)", True),
+        ("files.checkpoint(path, model, optimizer, scaler)", False),
+        ("files.checkpoint(model, x)", False),
+    ],
+)
+def test_a_function_that_is_called_checkpoint_saves(call, is_reported):
+    """HS170 also reports a checkpoint that another file writes under that name alone."""
+    text = SAVED.format(loaded=", scaler" if "scaler" in call else "", saved="")
+    text = text.replace("save_checkpoint(path, model, optimizer, epoch)", call)
+    assert ("HS170" in reported(text)) is is_reported

@@ -272,11 +272,14 @@ def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:
 
 def steps_only(script: Script, event: Event) -> bool:
     """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
-    name = event.local.optimizer
+    name, params = event.local.optimizer, event.function.params
+    bindings = script.outline.lookup(name, event.function) if name.isidentifier() else []
+    if bindings and all(b.value is not None and b.index is not None and key_of(b.value) in params for b in bindings):
+        return True  # `optimizer_g, optimizer_d = optimizers`
     values = script.outline.values(name, event.function)
     values = [v for v in values if not (isinstance(v, ast.Constant) and v.value is None)]  # until it is created
     if not values:
-        return name in event.function.params
+        return name in params
     plain = {call for call, _ in script.training.optimizers}
     return all(v in plain or _is_prepared(v) or _is_built(v) or _is_around(script, v, plain) for v in values)
 

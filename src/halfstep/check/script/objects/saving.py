@@ -36,7 +36,7 @@ _START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the param
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 # Also `save_best_model`, `save_sft_checkpoint`; a final one is not for resuming.
 _SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?|((?!final_)[a-z0-9]+_){1,2})?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
-                    r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
+                    r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save|^_*(write_?|store_?|dump_?)?(ckpt|checkpoint)$", re.IGNORECASE)  # fmt: skip
 
 _CHECKPOINT = regex(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
 _SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
