@@ -101,3 +101,21 @@ for x in loader:
     optimizer.step()
 """
     assert [f.severity for f in findings(text) if f.code == "HS175"] == expected
+
+
+@pytest.mark.parametrize(
+    ("handler", "count"),
+    [
+        ("except RuntimeError:\n        print('skipped')", 0),
+        ("except RuntimeError as error:\n        raise SystemExit from error", 1),
+        ("except RuntimeError:\n        sys.exit(1)", 1),
+        ("finally:\n        print('clipped')", 1),
+    ],
+)
+def test_a_handler_around_a_strict_clip(handler, count):
+    """What a handler catches does not end the run, unless the handler does."""
+    clip = (
+        "try:\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n    " + handler
+    )
+    found = findings(LOOP.format(options="", dtype="float16", test=clip), "HS175")
+    assert len(found) == count

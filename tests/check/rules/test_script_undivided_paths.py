@@ -368,3 +368,48 @@ class Agent:
 def test_an_engine_in_another_branch(divided, expected):
     """DeepSpeed divides the loss itself, so that its backward is not the one to report."""
     assert reported(OWN_ENGINE.format(divided=divided)) == expected
+
+
+SECOND_TEST = """\
+import torch
+scaler = torch.amp.GradScaler('cuda') if amp else None
+for i, x in enumerate(loader):
+    if scaler is not None:
+        with torch.autocast('cuda', dtype=torch.float16):
+            {loss} = model(x){first}
+    else:
+        {loss} = model(x){second}
+    if scaler is not None:
+        scaler.scale({loss}).backward()
+    else:
+        {loss}.backward()
+    if (i + 1) % accum == 0:
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("loss", ["loss", "total"])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(" / accum", " / accum", []), ("", " / accum", [10]), (" / accum", "", [12]), ("", "", [10])],
+)
+def test_a_division_in_one_of_two_branches(loss, first, second, expected):
+    """The other branch does not divide for this one; the loss may also be called `total`."""
+    assert reported(SECOND_TEST.format(loss=loss, first=first, second=second)) == expected
+
+
+@pytest.mark.parametrize(("divided", "expected"), [("l_total /= accum", []), ("pass", [7])])
+def test_a_loss_with_the_name_of_a_count(divided, expected):
+    """What backward runs on is a loss, also if it is called a total."""
+    text = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor i, x in enumerate(loader):\n"
+        "    with torch.autocast('cuda', dtype=torch.float16):\n        l_total, logs = model(x)\n"
+        f"    {divided}\n    scaler.scale(l_total).backward()\n    if (i + 1) % accum == 0:\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n"
+    )
+    assert reported(text) == expected

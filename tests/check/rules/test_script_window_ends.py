@@ -216,3 +216,37 @@ def test_the_gradients_of_another_optimizer_stay_scaled():
     """HS104 knows the optimizer of a function that receives the model, and one that is the model's attribute."""
     assert lines(TWO.format(also="pass"), "HS104") == [11]
     assert not findings(TWO.format(also="scaler.unscale_(critic.optim)"), "HS104")
+
+
+STARTED_AGAIN = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+count = 0
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x){divided}
+    {count}
+    scaler.scale(loss).backward()
+    if count {test} cfg.per_update:
+        {again}
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("divided", "count", "test", "again", "expected"),
+    [
+        ("", "count += 1", "==", "count = 0", [8]),
+        ("", "count += 1", ">=", "count = 0", [8]),
+        (" / cfg.per_update", "count += 1", "==", "count = 0", []),
+        ("", "count += 1", "==", "pass", []),  # true once
+        ("", "count = len(x)", "==", "count = 0", []),
+        ("", "count += 1", ">", "count = 0", []),
+    ],
+)
+def test_a_counter_that_starts_again_ends_a_window(divided, count, test, again, expected):
+    """HS180 knows the window by what the counter does, whatever its length is called."""
+    text = STARTED_AGAIN.format(divided=divided, count=count, test=test, again=again)
+    assert lines(text, "HS180") == expected

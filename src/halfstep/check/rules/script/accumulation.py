@@ -21,6 +21,7 @@ from halfstep.check.script.flow.divisions import (
     divided_by,
     divides_gradients,
     is_divided,
+    is_on_other_path,
     is_own_mean,
     is_size_of_batch,
     joins_cached,
@@ -118,15 +119,14 @@ class LossNotDivided(TraceRule):
         length = window.length
         if length == "self.trainer.accumulate_grad_batches":
             return None  # 1: Lightning raises for any other number with manual optimization
-        entry = _ENTRY.search(length)
-        last = entry[1] if entry else length.rsplit(".", 1)[-1]
+        last = entry[1] if (entry := _ENTRY.search(length)) else length.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(script, trace, event, window):
             return None
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         others = [e for e in others if e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards)]
         others = [e for e in others if not computed_apart(script, e, event, key_of(_loss_of(event)))]
-        others = [e for e in others if not (e.kind == "owned_backward" and not leaves_loss(script, e))]
+        others = [e for e in others if e.kind != "owned_backward" or leaves_loss(script, e)]
         others = [e for e in others if not is_divided(script, e, last)]
         if not all(in_other_precision(script, e.node, event.node) and self._divided(script, last, e) for e in others):
             return None  # reported at the first backward
@@ -187,12 +187,12 @@ class LossNotDivided(TraceRule):
 
     def _divided(self, script: Script, last: str, event: Event) -> bool:
         """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
+        losses = self._behind(script, event, rounds=1)  # also one that is called `total`
         for node, divisor, divided in _divisions(script):
-            if _NUMBER.search(divided) or in_other_precision(script, node, event.node):
+            if _NUMBER.search(divided) or is_on_other_path(script, node, event):
                 continue
-            if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
-                _COUNTS.search(divided) and not _LOSS.search(divided)
-            ):
+            is_count = _COUNTS.search(divided) and not _LOSS.search(divided) and divided not in losses
+            if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not is_count:
                 if isinstance(node, (ast.BinOp, ast.AugAssign)) and (
                     self._is_for_log(script, node, event) or self._is_apart(script, node, divided, event)
                 ):
@@ -294,7 +294,7 @@ class LossNotDivided(TraceRule):
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         names |= {name for name in self._behind(script, event, rounds=1) if name.endswith("loss")}  # `loss * scale`
         bound = [b for name in names - {"", "self"} for b in bindings_before(script, name, event)]
-        bound = [b for b in bound if not in_no_grad(script, b.node)]  # of a validation
+        bound = [b for b in bound if not in_no_grad(script, b.node) and not is_on_other_path(script, b.node, event)]
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
         sizes = batch_sizes(script)
         return any(

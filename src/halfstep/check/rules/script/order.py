@@ -12,7 +12,9 @@ from halfstep.check.script.flow.gradients import (
     checked_by_hand,
     is_other_choice,
     is_trial,
+    joins_unscaled,
     measures_only,
+    scaled_alternatives,
     scaled_elsewhere,
     skipped_unscale,
     unscaled_between,
@@ -33,7 +35,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.updates import owns_loop, seldom_updated
+from halfstep.check.script.flow.updates import owns_loop, seldom_updated, shows_all_uses
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -116,7 +118,7 @@ class MissingUpdate(TraceRule):
             return None
         if updated and not all(_created_here(script, key) for key in (event.scaler, *updated)):
             return None  # the same scaler under another name, perhaps
-        is_open = not self._is_complete(script, trace, event)
+        is_open = not shows_all_uses(script, trace, event)
         if is_open and not owns_loop(script, trace, event):
             return None  # the caller may update
         unless = f", unless the caller of `{event.function.name}` updates it" if is_open else ""
@@ -128,18 +130,6 @@ class MissingUpdate(TraceRule):
             fix=None if is_open else update_fix(script, trace, index),
             severity="warning" if is_open else None,
         )
-
-    @staticmethod
-    def _is_complete(script: Script, trace: Trace, event: Event) -> bool:
-        """Whether the trace shows all uses of the scaler: its creation, or an entire iteration."""
-        last = event.scaler.rsplit(".", 1)[-1]
-        if "." not in event.scaler and any(e.kind == "make_scaler" for e in trace):
-            return True  # a local variable of this trace
-        if any(e.scaler.rsplit(".", 1)[-1] == last for e in script.events("update")):
-            return False
-        scaled_loops = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
-        entire = bool(event.loops) and event.loops[:1] in scaled_loops
-        return entire or _created_here(script, event.scaler)
 
 
 class UnscaledBackward(TraceRule):
@@ -188,12 +178,11 @@ class UnscaledBackward(TraceRule):
         calling = {e.function for e in script.events("backward")}
         if any(e.function not in calling for e in script.events("scale")):
             return None  # scaled by an object that returns the loss
-        others = [e for e in trace if e.kind == "backward" and e.scaled != "no" and not e.inside("scaled_loss")]
+        others = scaled_alternatives(trace, index, following)
         if not all(implied(e, event) for e in others) or (others and exclusive(trace, event, "scaler_step")):
             return None  # scaled in another branch
-        before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), index)
-        if any(implied(e, event) for e in between(trace, before, index, "unscale")):
-            return None  # added to gradients that are no longer scaled
+        if joins_unscaled(trace, index, following):
+            return None
         return self.finding(
             script.where(event.node),
             f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` divides its gradients by the scale",

@@ -235,7 +235,8 @@ class MisplacedZeroGrad(TraceRule):
         if trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
             return None
         use = trace[step]
-        if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
+        # The backward may be in a loop of its own, over the micro-batches of the step.
+        if not trace[back].loops[: len(event.loops)] == event.loops == use.loops or use.kind == "owned_step":
             return None
         if not event.loops and not trace[back].function is event.function is use.function:
             return None

@@ -116,7 +116,25 @@ class Conditions:
             return (Guard(f"{text_of(left)} in {text_of(right)}", not is_true),)
         if isinstance(left, ast.Constant) and type(op) in _MIRRORED:
             return (Guard(f"{text_of(right)} {_MIRRORED[type(op)]} {text_of(left)}", is_true),)
+        if isinstance(op, (ast.Eq, ast.GtE)) and key_of(right) and self._starts_again(left):
+            return (Guard(f"{text_of(left)} % {text_of(right)} == 0", is_true),)
         return ()
+
+    def _starts_again(self, counter: ast.expr) -> bool:
+        """Whether a variable counts to the length of a window: `count += 1` before, and `count = 0` in the branch that tests it."""
+        key, node = key_of(counter), self.outline.parents.get(counter)
+        while node is not None and not isinstance(node, ast.stmt):
+            node = self.outline.parents.get(node)
+        bindings = self.outline.lookup(key, self.function) if key and isinstance(node, ast.If) else ()
+        starts = {b.node for b in bindings if b.value is not None and _is_number(b.value, 0)}
+        branch = [part for statement in getattr(node, "body", ()) for part in ast.walk(statement)] if starts else []
+        return not starts.isdisjoint(branch) and any(
+            isinstance(n, ast.AugAssign)
+            and isinstance(n.op, ast.Add)
+            and key_of(n.target) == key
+            and _is_number(n.value, 1)
+            for n in ast.walk(self.function.node)
+        )
 
     def _flag(self, test: ast.expr) -> str:
         """A condition's text; a variable that copies another or counts a window is replaced."""
@@ -206,6 +224,10 @@ def _compared(outline: Outline, subject: str) -> set[str]:
     tests = [n for n in ast.walk(outline.module.node) if isinstance(n, ast.Compare) and text_of(n.left) == subject]
     parts = (part for test in tests for comparator in test.comparators for part in ast.walk(comparator))
     return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+
+def _is_number(value: ast.expr, number: int) -> bool:
+    return isinstance(value, ast.Constant) and value.value is not False and value.value == number
 
 
 def _counts(value: ast.expr) -> bool:

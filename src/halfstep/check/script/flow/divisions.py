@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.flow.order import in_other_precision
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -28,6 +30,7 @@ __all__ = [
     "divided_by",
     "divides_gradients",
     "is_divided",
+    "is_on_other_path",
     "is_own_mean",
     "is_size_of_batch",
     "joins_cached",
@@ -180,6 +183,14 @@ def is_divided(script: Script, event: Event, last: str) -> bool:
     before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS)) if statement else []
     divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
     return any(last in re.split(r"\W+", d) and Divisions(d, before).of(event.node) for d in divisors)
+
+
+def is_on_other_path(script: Script, node: ast.AST, event: Event) -> bool:
+    """Whether a line runs only where an event does not: in the other branch of an `if`, or of a second test of the same flag."""
+    conditions = tuple(conditions_of(script.outline, event.node))
+    return in_other_precision(script, node, event.node) or not possible(
+        tuple(conditions_of(script.outline, node)), conditions
+    )
 
 
 def bindings_before(script: Script, name: str, event: Event) -> list[Binding]:

@@ -11,7 +11,16 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
-from halfstep.check.script.flow.order import STEPS, between, implied, is_amp, is_setting, rebound_between
+from halfstep.check.script.flow.order import (
+    STEPS,
+    between,
+    earlier,
+    implied,
+    is_amp,
+    is_setting,
+    later,
+    rebound_between,
+)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -25,9 +34,11 @@ __all__ = [
     "dropped_loss",
     "is_other_choice",
     "is_trial",
+    "joins_unscaled",
     "measures_only",
     "moves_gradients",
     "never_stepped",
+    "scaled_alternatives",
     "scaled_elsewhere",
     "skipped_unscale",
     "steps_only",
@@ -142,6 +153,31 @@ def is_trial(trace: Trace, index: int, step: int) -> bool:
     return len(trace[index].loops) < len(trace[step].loops) and any(True for _ in own)
 
 
+def scaled_alternatives(trace: Trace, index: int, step: int) -> list[Event]:
+    """The scaled backwards that may run before a step instead of `trace[index]`.
+
+    Neither those whose gradients another optimizer uses, nor the same lines in another call of their function.
+    """
+    event, optimizer = trace[index], trace[step].optimizer
+    alternatives = []
+    for position, other in enumerate(trace):
+        if other.kind != "backward" or other.scaled == "no" or other.inside("scaled_loss"):
+            continue
+        if other.function is event.function and other.roots != event.roots:
+            continue
+        own = next((trace[i].optimizer for i in later(trace, position, *STEPS)), "")
+        if own == optimizer or not own or not optimizer:
+            alternatives.append(other)
+    return alternatives
+
+
+def joins_unscaled(trace: Trace, index: int, step: int) -> bool:
+    """Whether a backward adds to gradients of the step's optimizer that are no longer scaled."""
+    before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), index)
+    unscaled = [e for e in between(trace, before, index, "unscale") if implied(e, trace[index])]
+    return any(e.optimizer in {trace[step].optimizer, ""} for e in unscaled)
+
+
 def checked_by_hand(script: Script, unscale: Event, step: Event) -> bool:
     """Whether a step has a condition of its own that may test the unscaled gradients, other than the end of a window."""
     guards = [g for g in step.guards if g not in unscale.guards and not is_accumulation(g) and not is_amp(g)]
@@ -236,11 +272,14 @@ def _computes_only_loss(block: set[ast.AST], step: Event, back: Event) -> bool:
 
 def steps_only(script: Script, event: Event) -> bool:
     """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
-    name = event.local.optimizer
+    name, params = event.local.optimizer, event.function.params
+    bindings = script.outline.lookup(name, event.function) if name.isidentifier() else []
+    if bindings and all(b.value is not None and b.index is not None and key_of(b.value) in params for b in bindings):
+        return True  # `optimizer_g, optimizer_d = optimizers`
     values = script.outline.values(name, event.function)
     values = [v for v in values if not (isinstance(v, ast.Constant) and v.value is None)]  # until it is created
     if not values:
-        return name in event.function.params
+        return name in params
     plain = {call for call, _ in script.training.optimizers}
     return all(v in plain or _is_prepared(v) or _is_built(v) or _is_around(script, v, plain) for v in values)
 
@@ -272,4 +311,4 @@ def _is_around(script: Script, value: ast.expr, plain: set[ast.Call]) -> bool:
 def moves_gradients(script: Script, first: Event, last: Event) -> bool:
     """Whether a line between two events may save gradients or put them back: it names them, or a helper for them."""
     lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
-    return any("grad" in _HARMLESS.sub("", line) for line in lines)
+    return any("grad" in _HARMLESS.sub("", line).partition("#")[0] for line in lines)

@@ -214,7 +214,8 @@ class Recogniser:
         if key and is_model and (call.args or call.keywords) and not name:
             return Action("forward", subject=key)
         if (run := run_by_call(self.outline, call, last)) and self._is_model(run):
-            return Action("forward", subject=run)
+            # With the scaler it may also run backward: `sequential_forward(model, x, scaler)`.
+            return self._passed_scaler(call, function) or Action("forward", subject=run)
         runs = _FORWARD.search(_last(key)) or OWN_LOSS.search(_last(key))
         if owner and self._is_model(owner) and runs and arguments_of(call) and not name:
             return Action("forward", subject=owner)
@@ -244,7 +245,7 @@ class Recogniser:
         """A scaler passed to a function that is not in this file, which may do anything with it."""
         if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
             return None
-        for value in arguments_of(call):
+        for value in (option for passed in arguments_of(call) for option in options_of(passed)):
             key = key_of(value)
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":

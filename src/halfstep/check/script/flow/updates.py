@@ -21,7 +21,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, Engine, prepared_f
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
-__all__ = ["is_passed_in", "owns_loop", "seldom_updated", "updated_since"]
+__all__ = ["is_passed_in", "owns_loop", "seldom_updated", "shows_all_uses", "updated_since"]
 
 _PROTOCOL = {"backward", "scaler_step", "update"}
 
@@ -93,6 +93,20 @@ def owns_loop(script: Script, trace: Trace, step: Event) -> bool:
     root = next((n for n in script.above(outermost) if isinstance(n, ast.FunctionDef)), None)
     params = [p.arg for p in (*root.args.args, *root.args.kwonlyargs)] if root is not None else []
     return any(e.function is step.function for e in scaled) and step.scaler in params and not others
+
+
+def shows_all_uses(script: Script, trace: Trace, step: Event) -> bool:
+    """Whether a trace shows all uses of the scaler of a step: its creation, or an entire iteration."""
+    last = step.scaler.rsplit(".", 1)[-1]
+    if "." not in step.scaler and any(e.kind == "make_scaler" for e in trace):
+        return True  # a local variable of this trace
+    updates = [e for e in script.events("update") if e.scaler.rsplit(".", 1)[-1] == last]
+    stepping = {e.function for e in script.events("scaler_step") if e.scaler.rsplit(".", 1)[-1] == last}
+    if any(e.function not in stepping for e in updates):
+        return False  # by a function that may be called here, rather than in a loop of its own
+    scaled_loops = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
+    is_entire = bool(step.loops) and step.loops[:1] in scaled_loops
+    return is_entire or (not updates and bool(script.scalers_named(step.scaler)))
 
 
 @dataclass(frozen=True)

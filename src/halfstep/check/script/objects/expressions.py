@@ -39,9 +39,9 @@ _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16":
 
 # What a function that computes a loss is passed: `loss_fn(x, guidance_scale)` is no loss scale, `loss_fn(x, loss_scale)` may be.
 _LOSS_SCALE = regex(r"scaler|scaled_?(loss|grad|out)|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
-# Scales of sizes, images and initial weights, which no loss carries.
+# Scales of sizes, images and initial weights, which no loss carries, and the weight of one term of a loss.
 _OTHER_SCALE = regex(
-    r"(multi|gray|grey|up|down|guidance|cfg|full|large|single|img|image|lr|weight_init)_?scaled?|scale_?factors?|scaled_(init|dot)|scales$"
+    r"(value|vf|entropy|policy|actor|critic|kl|aux|perceptual|feature|recon)_loss_scale$|(logits?|multi|gray|grey|up|down|guidance|cfg|full|large|single|img|image|lr|weight_init)_?scaled?|scale_?factors?|scaled_(init|dot)|scales$"
 )
 
 

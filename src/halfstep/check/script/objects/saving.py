@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -35,7 +36,7 @@ _START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the param
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 # Also `save_best_model`, `save_sft_checkpoint`; a final one is not for resuming.
 _SAVES = regex(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?|((?!final_)[a-z0-9]+_){1,2})?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
-                    r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
+                    r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save|^_*(write_?|store_?|dump_?)?(ckpt|checkpoint)$", re.IGNORECASE)  # fmt: skip
 
 _CHECKPOINT = regex(r"ckpt|check_?point|state|resum|restor|saved|loaded|snapshot", re.IGNORECASE)
 _SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
@@ -254,6 +255,8 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
         parts = node.elts
     elif isinstance(node, ast.Dict):
         parts = node.values
+    elif isinstance(node, (ast.IfExp, ast.BoolOp)):
+        parts = options_of(node)  # `scaler if amp else None`
     elif isinstance(node, ast.Call):
         name = key_of(node.func)
         is_built = bool(_BUILDS.search(name)) and outline.call_target(node, function) is None
