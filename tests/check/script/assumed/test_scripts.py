@@ -10,7 +10,7 @@ from halfstep.check.script.assumed.scripts import assumed_scripts
 from halfstep.check.script.script import read_script
 from halfstep.check.settings import Settings
 
-START = "import torch\nfrom torch.amp import GradScaler\nloss.backward()\n"
+START = "import torch\nfrom torch.amp import GradScaler\nloss.backward(); optimizer.step()\n"
 
 
 def settled(text, value):
@@ -18,7 +18,7 @@ def settled(text, value):
     source = Source("train.py", START + textwrap.dedent(text), "python")
     scripts = {str(a): s for a, s in assumed_scripts(read_script(source, Settings()))}
     script = next((s for name, s in scripts.items() if name.endswith(f"={value!r}")), None)
-    return ast.unparse(ast.Module(script.tree.body[3:], [])) if script is not None else None
+    return ast.unparse(ast.Module(script.tree.body[4:], [])) if script is not None else None
 
 
 CHAIN = """\

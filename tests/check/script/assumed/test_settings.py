@@ -10,7 +10,7 @@ from halfstep.check.settings import Settings
 START = "import torch\nimport argparse\nfrom accelerate import Accelerator\nparser = argparse.ArgumentParser()\n"
 
 
-END = "\nwith torch.autocast('cuda'): loss.backward()\n"
+END = "\nwith torch.autocast('cuda'): loss.backward(); optimizer.step()\n"
 
 
 def read(text):

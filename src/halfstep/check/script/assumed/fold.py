@@ -20,7 +20,7 @@ from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
 from halfstep.check.script.syntax.constants import Constants
 from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Outline
 
 __all__ = ["Rejected", "fold"]
 
@@ -56,7 +56,7 @@ class _Folder(ast.NodeTransformer):
         self.assumption = assumption
         self.constants = Constants(outline)
         self.functions = {f.node: f for f in outline.functions}
-        self.function: Function | None = outline.module  # None: the outline leaves this one out
+        self.function = outline.module
         self.settled = _settled_names(outline)
         self.around: Place = ()
         self.changed = False
@@ -75,8 +75,10 @@ class _Folder(ast.NodeTransformer):
         return node
 
     def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        if node not in self.functions:
+            return node  # no rule looks at it
         outer, around = self.function, self.around
-        self.function, self.around = self.functions.get(node), (node.lineno, *around)
+        self.function, self.around = self.functions[node], (node.lineno, *around)
         self.generic_visit(node)
         self._tidy(node)
         self.function, self.around = outer, around
@@ -138,7 +140,7 @@ class _Folder(ast.NodeTransformer):
         """Whether the value of an expression depends on the setting."""
         if _is_marked(node):
             return True
-        if isinstance(node, (ast.Name, ast.Attribute)) and self.function is not None:
+        if isinstance(node, (ast.Name, ast.Attribute)):
             return self._may_be_settled(node) and _is_marked(self.constants.literal(node, self.function))
         return any(self._is_settled(child) for child in ast.iter_child_nodes(node))
 
@@ -202,8 +204,6 @@ class _Folder(ast.NodeTransformer):
 
     def _literal(self, node: ast.expr) -> ast.expr:
         """The literal that a variable, an entry or a result stands for, if that depends on the setting."""
-        if self.function is None:
-            return node
         is_key = isinstance(node, (ast.Subscript, ast.Call))
         literal = self.constants.literal(node, self.function)
         if literal is None and is_key:
@@ -215,12 +215,7 @@ class _Folder(ast.NodeTransformer):
     def _default(self, node: ast.expr) -> ast.expr | None:
         """The default of `table.get(setting, default)`, for a value that the table does not have."""
         func = node.func if isinstance(node, ast.Call) else None
-        if (
-            not isinstance(func, ast.Attribute)
-            or func.attr != "get"
-            or not isinstance(node, ast.Call)
-            or self.function is None
-        ):
+        if not isinstance(func, ast.Attribute) or func.attr != "get" or not isinstance(node, ast.Call):
             return None
         entries = self.constants.table(func.value, self.function)
         if entries is None or len(node.args) != 2 or self._value(node.args[0]) in entries:
@@ -261,8 +256,8 @@ class _Folder(ast.NodeTransformer):
         full = self.outline.names.full(node)
         if full.startswith("torch."):
             return (full,)
-        is_variable = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and self.function is not None
-        literal = self.constants.literal(node, self.function) if is_variable and self.function is not None else None
+        is_variable = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+        literal = self.constants.literal(node, self.function) if is_variable else None
         return self._value(literal) if literal is not None and literal is not node else OPEN
 
 

@@ -15,11 +15,14 @@ from halfstep.check.script.syntax.visit import read_outline
 
 __all__ = ["assumed_scripts"]
 
+MAX_TEXT = 120_000  # characters: larger files are libraries, which have many settings and take seconds
 MAX_ROUNDS = 4  # a flag that is computed from a flag that is computed from a setting
 
 
 def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tuple[Assumption, Script]]:
     """The script for each value of a setting that changes it and that the file accepts."""
+    if len(script.source.text) > MAX_TEXT:
+        return
     for assumption in assumptions(script.outline, script.tree):
         assumed = _assumed(script, assumption, (*words.words, *words.lines))
         if assumed is not None:

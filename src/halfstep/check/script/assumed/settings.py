@@ -74,7 +74,8 @@ class _Shown:
 
 def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     """The values of settings to check a file with, one setting at a time."""
-    trains = not _TRAINS.isdisjoint(outline.calls) or any(name.endswith("Trainer") for name in outline.calls)
+    steps = not _TRAINS.isdisjoint(outline.calls) and "step" in outline.calls
+    trains = steps or any(name.endswith("Trainer") for name in outline.calls)
     if not trains or (_SIXTEEN_BIT.isdisjoint(outline.strings) and not any(map(_FLAG.search, outline.loads))):
         return []
     params = _open_parameters(outline)
