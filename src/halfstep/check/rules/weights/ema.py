@@ -11,13 +11,13 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, when
-from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.formats import base_of, passed_for
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, last_name_of
 
 __all__ = ["RULES"]
 
@@ -39,6 +39,8 @@ _CLASSES = {
 # What makes the copies float32, or may; `v.to(average.dtype)` and a test of the dtype change nothing.
 _CHOICE = regex(r"\.float\(|\bfloat(32|64)\b|torch\.float\b|double|dtype")
 _OWN_DTYPE = regex(r"\.(to|type)\((dtype=)?[\w.\[\]]+\.dtype\)|\.dtype\.is_floating_point|\w+\.dtype (in|==|!=|is) ")
+_UPDATES = regex(r"(^|_)ema(_|$)", re.IGNORECASE)  # a function that updates an average
+_TABLE = regex(r"^(OrderedDict|dict|collections\.OrderedDict)$")
 _EMA_CLASS = regex(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
 
 
@@ -73,11 +75,16 @@ class EmaInSixteenBits(ScriptRule):
         if is_exercise(script):
             return
         reported: set[ast.AST] = set()
-        for call, owner, scope, text in (*_averages(script), *_updates(script)):
+        variables: set[tuple[str, Function]] = set()
+        averages = [*_averages(script), *_updates(script)]
+        copies = [a for a in _copies(script) if a.call not in {average.call for average in averages}]
+        for call, owner, scope, text in (*averages, *copies):
             cast = _low_copy(script, owner, scope, call)
-            if cast is None or call in reported:
+            is_known = (key_of(owner), scope) in variables and any(call is copy.call for copy in copies)
+            if cast is None or call in reported or is_known:
                 continue
             reported.add(call)
+            variables.add((key_of(owner), scope))
             formats = " or ".join(sorted(cast.low))
             place = f" ({script.at(cast.node)})"
             yield self.finding(
@@ -118,6 +125,37 @@ def _averages(script: Script) -> Iterator[Average]:
             for cast in script.training.model(average, function).casts:
                 if cast.form == "cast" and cast.low:
                     yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
+
+
+def _copies(script: Script) -> Iterator[Average]:
+    """Copies of a model that a function or class named for an EMA receives: the copy is the average, in the dtype that it has.
+
+    A class of another file may copy once more, in float32; there only a cast of the copy itself counts.
+    """
+    outline = script.outline
+    names = [name for name in outline.calls if _UPDATES.search(name) or _EMA_CLASS.search(name)]
+    for call, function in (site for name in names for site in outline.calls[name]):
+        target = outline.call_target(call, function)
+        is_class = last_name_of(call.func)[:1].isupper() or outline.names.full(call.func) in _CLASSES
+        if target is not None and (is_class or _CHOICE.search(_OWN_DTYPE.sub("", ast.unparse(target.node)))):
+            continue
+        for average in (*call.args, *(k.value for k in call.keywords)):
+            copy = _copied(script, average, function)
+            if copy is None:
+                continue
+            casts = [c for c in script.training.model(average, function).casts if c.low and c.key == key_of(average)]
+            for cast in casts:
+                yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
+            if not casts and not is_class:
+                yield Average(copy, average, function, f"the average `{text_of(average)}`")
+
+
+def _copied(script: Script, average: ast.expr, function: Function) -> ast.Call | None:
+    """The `copy.deepcopy(model)` that a variable is."""
+    bound = script.outline.lookup(key_of(average), function) if key_of(average) else []
+    value = base_of(bound[0].value) if len(bound) == 1 and bound[0].value is not None else None
+    is_copy = isinstance(value, ast.Call) and last_name_of(value.func) == "deepcopy"
+    return value if isinstance(value, ast.Call) and is_copy else None
 
 
 def _chooses_dtype(script: Script, name: str) -> bool:
@@ -176,6 +214,8 @@ def _updates(script: Script) -> Iterator[Average]:
                 continue
             for owner, scope in _averaged(script, call, receiver.id, function):
                 yield Average(call, owner, scope, f"`{text_of(owner)}`")
+            for owner, scope in _tabled(script, receiver.id, function):
+                yield Average(_copied(script, owner, scope) or call, owner, scope, f"the average `{text_of(owner)}`")
     for name in ("_foreach_lerp_", "_foreach_mul_"):
         for call, function in outline.calls.get(name, ()):
             share = constant(argument(call, 2 if name == "_foreach_lerp_" else 1, "weight"))
@@ -187,12 +227,14 @@ def _updates(script: Script) -> Iterator[Average]:
 
 
 def _receiver(call: ast.Call) -> ast.Name | None:
-    """The variable under `p.data.mul_(decay).add_(...)`; None if it is cast on the way."""
+    """The variable under `p.data.mul_(decay).add_(...)` and `params[name].mul_(decay).add_(...)`; None if it is cast on the way."""
     node: ast.expr = call.func
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Call):
             node = node.func
-        elif isinstance(node, ast.Attribute) and node.attr in {"lerp_", "add_", "mul_", "data", "detach"}:
+        elif isinstance(node, ast.Subscript) or (
+            isinstance(node, ast.Attribute) and node.attr in {"lerp_", "add_", "mul_", "data", "detach"}
+        ):
             node = node.value
         else:
             return None
@@ -231,12 +273,22 @@ def _averaged(script: Script, call: ast.Call, name: str, function: Function) -> 
         yield from _owners(script, iterated, function)
 
 
+def _tabled(script: Script, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The model of `params = dict(ema.named_parameters())` or `params = ema.state_dict()`, for that variable."""
+    for value in script.outline.values(name, function) if name not in function.params else ():
+        is_table = isinstance(value, ast.Call) and len(value.args) == 1 and _TABLE.search(text_of(value.func))
+        listed = value.args[0] if isinstance(value, ast.Call) and is_table else value
+        method = listed.func if isinstance(listed, ast.Call) else None
+        if isinstance(method, ast.Attribute) and method.attr in {"named_parameters", "state_dict"}:
+            yield from _owners(script, method.value, function)
+
+
 def _low_copy(script: Script, owner: ast.expr, function: Function, call: ast.Call) -> Cast | None:
     """The cast that gives an average 16 bits, if nothing returns it to float32."""
     lineage = script.training.model(owner, function)
     if lineage.is_restored or script.training.has_masters:
         return None
-    for cast in lineage.casts:
+    for cast in sorted(lineage.casts, key=lambda c: c.node is not call):  # the cast of the average itself first
         is_before = cast.form != "cast" or cast.function is not function or cast.node.lineno <= call.lineno
         if cast.low and is_before:
             return cast

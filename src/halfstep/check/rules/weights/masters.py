@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
@@ -149,7 +150,10 @@ def optimizer_names(script: Script, by: ast.Call) -> set[str]:
 
 def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
     """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
-    return tie.is_parsed and any(word in script.source.text.lower() for word in ("deepspeed", "fsdp", "zero3"))
+    text = script.source.text.lower()
+    defaults = field_defaults(script.outline, "deepspeed")  # of a class of this file: None is a run without it
+    is_deepspeed = ("deepspeed" in text or "zero3" in text) and not (defaults and all(constant(d) is None for d in defaults))
+    return tie.is_parsed and (is_deepspeed or "fsdp" in text)
 
 
 def is_stepped(script: Script, tie: Trained) -> bool:
@@ -335,10 +339,13 @@ def _may_be_set(script: Script, tie: Trained, name: str, *, always: bool = False
 
 
 def _scales_gradients(script: Script, tie: Trained) -> bool:
-    """Whether fp16=True, or an expression that may be true: then HS166 decides."""
-    if tie.is_parsed and tie.cast.formats != {"float16"}:
-        return True  # the option that chooses float16 weights is most likely --fp16
-    return _may_be_set(script, tie, "fp16")
+    """Whether fp16=True on every GPU, or for float16 weights an expression that may be true: then HS166 decides."""
+    flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16") if tie.arguments is not None else None
+    if constant(flag) is True or text_of(flag) == "torch.cuda.is_available()":
+        return True
+    # The option that chooses float16 weights is most likely --fp16.
+    is_option = tie.is_parsed and tie.cast.formats != {"float16"}
+    return tie.cast.low == {"float16"} and (is_option or _may_be_set(script, tie, "fp16"))
 
 
 class Bf16WeightsTrained(ScriptRule):
@@ -379,9 +386,7 @@ class Bf16WeightsTrained(ScriptRule):
             return
         for tie in script.training.by_trainers:
             cast = tie.cast
-            if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
-                continue
-            if is_launched_elsewhere(script, tie):
+            if not cast.low or _scales_gradients(script, tie) or is_launched_elsewhere(script, tie):
                 continue
             severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(

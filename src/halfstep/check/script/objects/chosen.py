@@ -27,6 +27,7 @@ __all__ = [
     "condition_text",
     "dtype_values",
     "float16_ways",
+    "format_ways",
     "is_on_gpu",
     "is_used_instead",
     "num_reads",
@@ -62,7 +63,12 @@ def chosen_when(outline: Outline, node: ast.expr, function: Function, name: str)
 
 def float16_ways(outline: Outline, cast: Cast) -> list[Guards]:
     """The conditions of each way in which a cast or a load is float16, those of adapters aside."""
-    ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, "float16")]
+    return format_ways(outline, cast, "float16")
+
+
+def format_ways(outline: Outline, cast: Cast, name: str) -> list[Guards]:
+    """The conditions of each way in which a cast or a load has this format, those of adapters aside."""
+    ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, name)]
     return [way for way in ways if not any(map(is_adapter_branch, way))]
 
 

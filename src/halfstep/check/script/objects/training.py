@@ -39,6 +39,7 @@ from halfstep.check.script.objects.freezing import (
     freezing_loops,
     is_switched_on,
     keeps_low,
+    lowered_parts,
     may_be_frozen,
     trains_lifted_part,
     trains_part_of,
@@ -382,6 +383,9 @@ class Training:
                 if own is not None and constant(own) is not None and not is_optional:
                     continue
                 lineage = self.model(model, function)
+                for cast in lowered_parts(lineage, self._casts) if self.adapters != "no" else ():
+                    if self._reaches(cast, call, function, model, is_adapted=True):
+                        yield Trained(cast, call, function, lineage, arguments)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 casts = lineage.casts
                 is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
