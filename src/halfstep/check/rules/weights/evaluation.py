@@ -131,7 +131,11 @@ def _is_trained(script: Script, cast: VariableCast, trains: set[Function]) -> bo
 def _returns_dtype(script: Script, cast: VariableCast) -> bool:
     """Whether a cast returns a model to the dtype that it had: `if dtype == torch.float16: model.half()`, after `dtype = p.dtype`."""
     for text, is_true in conditions_of(script.outline, cast.call):
-        bound = script.outline.lookup(text.partition(" ")[0], cast.function) if text.partition(" ")[0].isidentifier() else []
+        bound = (
+            script.outline.lookup(text.partition(" ")[0], cast.function)
+            if text.partition(" ")[0].isidentifier()
+            else []
+        )
         tests = [text, *(text_of(b.value) for b in bound if b.value is not None)]
         if is_true and any(_STORED.search(test) for test in tests) and any(_LOW.search(test) for test in tests):
             return True

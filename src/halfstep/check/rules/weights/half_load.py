@@ -15,7 +15,7 @@ from halfstep.check.rules.weights.masters import (
     subject,
     when,
 )
-from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, format_ways
 from halfstep.check.script.objects.expressions import asks_for_adapters
 from halfstep.check.script.objects.formats import formats_of, keyword_of
@@ -27,6 +27,8 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
+
+_ON_GPU = (Guard("torch.cuda.is_available()", True),)
 
 
 class HalfLoadWithFp16Training(ScriptRule):
@@ -101,7 +103,7 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
     if is_true and _is_set_on_gpu(value):
-        way = next(iter(float16_ways(script.outline, tie.cast)), None)
+        way = next((way for way in float16_ways(outline, tie.cast) if possible(way, _ON_GPU)), None)
         if way is not None:
             return condition_text((*conditions_of(outline, tie.cast.node), *way))
     is_plain = script.training.adapters == "optional" and not asks_for_adapters(conditions_of(outline, tie.cast.node))
@@ -131,7 +133,7 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
 
 def _is_set_on_gpu(flag: ast.expr | None) -> bool:
     """Whether a flag is set in every run on a GPU."""
-    return constant(flag) is True or text_of(flag) == "torch.cuda.is_available()"
+    return constant(flag) is True or text_of(flag) == _ON_GPU[0].text
 
 
 def _rejected_when(script: Script, tie: Trained, flag: ast.expr | None) -> str | None:
@@ -143,9 +145,13 @@ def _rejected_when(script: Script, tie: Trained, flag: ast.expr | None) -> str |
     is_set = _is_set_on_gpu(value)
     if tie.cast.formats == {"bfloat16"}:
         is_met = is_set or Guard(text_of(value), True) in own
-        return (when(script, tie.cast, tie.lineage) or ("" if constant(value) is True else "on a GPU, ")) if is_met else None
+        return (
+            (when(script, tie.cast, tie.lineage) or ("" if constant(value) is True else "on a GPU, "))
+            if is_met
+            else None
+        )
     ways = format_ways(script.outline, tie.cast, "bfloat16")
-    ways = [way for way in ways if is_set or Guard(text_of(value), True) in (*own, *way)]
+    ways = [way for way in ways if possible(way, _ON_GPU) and (is_set or Guard(text_of(value), True) in (*own, *way))]
     return condition_text((*own, *ways[0])) if ways else None
 
 

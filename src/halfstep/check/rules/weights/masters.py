@@ -10,14 +10,13 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
-from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.lifted import lifted_in_float16
 from halfstep.check.script.objects.loading import is_language_model, stored_low
-from halfstep.check.script.objects.trainers import has_plugin
+from halfstep.check.script.objects.trainers import has_plugin, names_engine
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
@@ -150,10 +149,7 @@ def optimizer_names(script: Script, by: ast.Call) -> set[str]:
 
 def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
     """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
-    text = script.source.text.lower()
-    defaults = field_defaults(script.outline, "deepspeed")  # of a class of this file: None is a run without it
-    is_deepspeed = ("deepspeed" in text or "zero3" in text) and not (defaults and all(constant(d) is None for d in defaults))
-    return tie.is_parsed and (is_deepspeed or "fsdp" in text)
+    return tie.is_parsed and names_engine(script.outline, script.source.text)
 
 
 def is_stepped(script: Script, tie: Trained) -> bool:
@@ -343,8 +339,7 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16") if tie.arguments is not None else None
     if constant(flag) is True or text_of(flag) == "torch.cuda.is_available()":
         return True
-    # The option that chooses float16 weights is most likely --fp16.
-    is_option = tie.is_parsed and tie.cast.formats != {"float16"}
+    is_option = tie.is_parsed and tie.cast.formats != {"float16"}  # most likely --fp16
     return tie.cast.low == {"float16"} and (is_option or _may_be_set(script, tie, "fp16"))
 
 

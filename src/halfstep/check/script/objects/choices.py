@@ -24,6 +24,7 @@ __all__ = [
     "constant",
     "devices_of",
     "dtypes_of",
+    "field_values",
     "is_float32_on_cpu",
     "strings_of",
     "text_of",
@@ -145,6 +146,13 @@ def field_defaults(outline: Outline, name: str) -> list[ast.expr]:
     bindings = [b for b in outline.bindings.get(name, ()) if isinstance(outline.parents.get(b.node), ast.ClassDef)]
     defaults = [argument(b.value, None, "default") if isinstance(b.value, ast.Call) else b.value for b in bindings]
     return [default for default in defaults if default is not None]
+
+
+def field_values(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
+    """What a field is set to where this file creates its class: `Config(dtype=...)`, or `cls(dtype=...)` in a method of it."""
+    owners = ("cls", *(owner for owner in outline.classes if owner not in outline.names.table))
+    sites = [site for owner in owners for site in outline.calls.get(owner, ())]
+    return [(k.value, function) for call, function in sites for k in call.keywords if k.arg == name]
 
 
 def _converted(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.script.objects.choices import field_values, strings_of
 from halfstep.check.script.objects.expressions import conditions_of, is_adapter_branch
-from halfstep.check.script.objects.formats import assigned, returned_by, table_of
+from halfstep.check.script.objects.formats import assigned, is_configuration, returned_by, table_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, constant, text_of
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.syntax.names import key_of
@@ -116,6 +116,10 @@ def _ways(outline: Outline, node: ast.expr, function: Function, name: str, depth
         yield from _results(outline, node, function, name, depth)
     elif key := key_of(node):
         values = list(assigned(outline, key, function))
+        is_field = not values and isinstance(node, ast.Attribute) and is_configuration(key.rpartition(".")[0])
+        fields = field_values(outline, key.rpartition(".")[2]) if is_field and name in DTYPES.values() else []
+        if any(True for value, scope in fields for _ in _ways(outline, value, scope, name, depth - 1)):
+            yield (Guard(f"{key} == torch.{name}", True),)
         if (
             not values and name not in DTYPES.values()
         ):  # an option that is passed on: `mixed_precision=args.mixed_precision`

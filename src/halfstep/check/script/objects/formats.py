@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
-from halfstep.check.script.objects.choices import field_defaults, strings_of
+from halfstep.check.script.objects.choices import field_defaults, field_values, strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -30,6 +30,7 @@ __all__ = [
     "casts_in",
     "entries_named",
     "formats_of",
+    "is_configuration",
     "is_written",
     "keyword_of",
     "keywords_of",
@@ -91,10 +92,16 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     if not key:
         return _NOTHING
     formats = merged(assigned(outline, key, function))
-    if formats == _NOTHING and isinstance(node, ast.Attribute) and _CONFIGURATION.search(key.rpartition(".")[0]):
-        defaults = field_defaults(outline, node.attr)  # `cfg.dtype` of a class of this file that a caller creates
-        return formats | merged((value, outline.module) for value in defaults)
+    if formats == _NOTHING and isinstance(node, ast.Attribute) and is_configuration(key.rpartition(".")[0]):
+        # `cfg.dtype` of a class of this file: its default if a caller of another file creates it
+        defaults = [(value, outline.module) for value in field_defaults(outline, node.attr)]
+        return formats | merged(iter([*defaults, *field_values(outline, node.attr)]))
     return formats
+
+
+def is_configuration(key: str) -> bool:
+    """Whether a variable has settings, by its name."""
+    return bool(_CONFIGURATION.search(key))
 
 
 def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
