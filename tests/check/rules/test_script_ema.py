@@ -123,3 +123,42 @@ def test_a_cast_after_the_last_update_is_not_that_of_the_average():
     """An average that is cast for its export was updated in float32, wherever the function that updates it is defined."""
     text = NAMED.format(averages=BY_NAME, update=IN_PLACE, cast="", float="", after="ema.half()\ntorch.save(ema, path)")
     assert [code for code in codes(text) if code.startswith("HS153")] == []
+
+
+BLEND = """\
+def {name}(average, model, decay=0.9999):
+    params = {table}
+    for name, p in model.named_parameters():
+        params[name].mul_(decay).add_({value}, alpha=1 - decay)
+model = Net().bfloat16()
+ema = copy.deepcopy(model){cast}
+{name}(ema, model)
+"""
+
+
+@pytest.mark.parametrize("name", ["blend", "update_ema"])
+@pytest.mark.parametrize(
+    "table", ["OrderedDict(average.named_parameters())", "dict(average.named_parameters())", "average.state_dict()"]
+)
+def test_an_average_that_is_updated_by_name_is_reported_where_it_is_copied(name, table):
+    """The copy has the dtype of its model, whatever the function is called."""
+    text = HEAD + BLEND.format(name=name, table=table, value="p.data", cast="")
+    assert codes(text) == ["HS153:8"]
+    assert codes(HEAD + BLEND.format(name=name, table=table, value="p.data", cast=".float()")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model = Net().half()\nema = copy.deepcopy(model)\nupdate_ema(ema, model)\n", ["HS153:4"]),
+        ("model = Net()\nema = copy.deepcopy(model)\nema.half()\nupdate_ema(ema, model)\n", ["HS153:5"]),
+        ("model = Net()\nema = copy.deepcopy(model)\nrun = ModelEMA(ema)\nema.to(torch.bfloat16)\n", ["HS153:6"]),
+        ("model = Net().half()\nema = copy.deepcopy(model)\nrun = ModelEMA(ema)\n", []),
+        ("model = Net().half()\nema = copy.deepcopy(model).float()\nupdate_ema(ema, model)\n", []),
+        ("model = Net().half()\nbest = copy.deepcopy(model)\nsave(best, model)\n", []),
+        ("model = Net()\nema = copy.deepcopy(model)\nupdate_ema(ema, model)\nmodel.half()\n", []),
+    ],
+)
+def test_a_copy_that_another_file_averages_has_its_own_dtype(text, expected):
+    """A function updates the copy in place; a class may copy it once more, so only a cast of the copy itself counts."""
+    assert codes(HEAD + text) == expected

@@ -23,6 +23,17 @@ def {name}(model, loader, args=None):
         ("validate", "    model = model.to(torch.bfloat16)", 1),
         ("evaluate", "    model = model.half()\n    run(model)\n    model.float()", 1),
         ("log_validation", "    model.half()", 1),
+        ("evaluate", "    if flag == torch.float16:\n        model.half()", 1),
+        (
+            "evaluate",
+            "    dtype = model.head.weight.dtype\n    model.float()\n    if dtype == torch.float16:\n        model.half()",
+            0,
+        ),
+        (
+            "evaluate",
+            "    was_half = next(model.parameters()).dtype == torch.half\n    model.float()\n    if was_half:\n        model.half()",
+            0,
+        ),
         ("evaluate", "    model = copy.deepcopy(model)\n    model.half()", 0),
         ("evaluate", "    x = x.half()", 0),
         ("export", "    model.half()", 0),

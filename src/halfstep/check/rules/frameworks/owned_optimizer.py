@@ -272,13 +272,13 @@ class HalfWeightsInFramework(ScriptRule):
                 and (test := _chosen_by_engine(script, tie.cast))
             ):
                 reported.add(tie.cast.node.lineno)
-                yield self._report(script, tie.cast.node, f"when `{test[0]}`, ", subject(tie.cast), test[1])
+                yield self._report(script, anchor(script, tie.cast), f"when `{test[0]}`, ", subject(tie.cast), test[1])
             ways = float16_ways(script.outline, tie.cast) if tie.cast.formats != {"float16"} else [()]
             owner = _scaling_owner(script, tie) if ways and tie.cast.node.lineno not in reported else ""
             if owner:
                 reported.add(tie.cast.node.lineno)
                 condition = when(script, tie.cast) if tie.cast.formats == {"float16"} else condition_text(ways[0])
-                yield self._report(script, tie.cast.node, condition, subject(tie.cast), owner)
+                yield self._report(script, anchor(script, tie.cast), condition, subject(tie.cast), owner)
             elif tie.cast.node.lineno not in reported and (chosen := _chosen_alike(script, tie.cast)):
                 reported.add(tie.cast.node.lineno)
                 yield self._report(script, anchor(script, tie.cast), chosen[0], subject(tie.cast), chosen[1])

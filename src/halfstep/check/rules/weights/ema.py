@@ -11,13 +11,13 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, when
-from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.formats import base_of, passed_for
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, last_name_of
 
 __all__ = ["RULES"]
 
@@ -39,6 +39,7 @@ _CLASSES = {
 # What makes the copies float32, or may; `v.to(average.dtype)` and a test of the dtype change nothing.
 _CHOICE = regex(r"\.float\(|\bfloat(32|64)\b|torch\.float\b|double|dtype")
 _OWN_DTYPE = regex(r"\.(to|type)\((dtype=)?[\w.\[\]]+\.dtype\)|\.dtype\.is_floating_point|\w+\.dtype (in|==|!=|is) ")
+_UPDATES = regex(r"(^|_)ema(_|$)", re.IGNORECASE)  # a function that updates an average
 _EMA_CLASS = regex(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
 
 
@@ -73,11 +74,16 @@ class EmaInSixteenBits(ScriptRule):
         if is_exercise(script):
             return
         reported: set[ast.AST] = set()
-        for call, owner, scope, text in (*_averages(script), *_updates(script)):
+        variables: set[tuple[str, Function]] = set()
+        averages = [*_averages(script), *_updates(script)]
+        copies = [a for a in _copies(script) if a.call not in {average.call for average in averages}]
+        for call, owner, scope, text in (*averages, *copies):
             cast = _low_copy(script, owner, scope, call)
-            if cast is None or call in reported:
+            is_known = (key_of(owner), scope) in variables and any(call is copy.call for copy in copies)
+            if cast is None or call in reported or is_known:
                 continue
             reported.add(call)
+            variables.add((key_of(owner), scope))
             formats = " or ".join(sorted(cast.low))
             place = f" ({script.at(cast.node)})"
             yield self.finding(
@@ -118,6 +124,42 @@ def _averages(script: Script) -> Iterator[Average]:
             for cast in script.training.model(average, function).casts:
                 if cast.form == "cast" and cast.low:
                     yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
+
+
+def _copies(script: Script) -> Iterator[Average]:
+    """Copies of a model that a function or class named for an EMA receives: the copy is the average, in the dtype that it has.
+
+    A class of another file may copy once more, in float32; there only a cast of the copy itself counts.
+    """
+    outline = script.outline
+    names = [name for name in outline.calls if _UPDATES.search(name) or _EMA_CLASS.search(name)]
+    for call, function in (site for name in names for site in outline.calls[name]):
+        target = outline.call_target(call, function)
+        is_class = last_name_of(call.func)[:1].isupper() or outline.names.full(call.func) in _CLASSES
+        if target is not None:
+            continue  # its own lines decide
+        last = max(
+            [call.lineno, *(n.end_lineno or 0 for n in script.above(call) if isinstance(n, (ast.For, ast.While)))]
+        )
+        for average in (*call.args, *(k.value for k in call.keywords)):
+            copy = _copied(script, average, function)
+            if copy is None:
+                continue
+            casts = [c for c in script.training.model(average, function).casts if c.low and c.key == key_of(average)]
+            if not is_class:  # after the last update it is cast for its export
+                casts = [c for c in casts if c.function is not function or c.node.lineno <= last]
+            for cast in casts:
+                yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
+            if not casts and not is_class:
+                yield Average(copy, average, function, f"the average `{text_of(average)}`")
+
+
+def _copied(script: Script, average: ast.expr, function: Function) -> ast.Call | None:
+    """The `copy.deepcopy(model)` that a variable is."""
+    bound = script.outline.lookup(key_of(average), function) if key_of(average) else []
+    value = base_of(bound[0].value) if len(bound) == 1 and bound[0].value is not None else None
+    is_copy = isinstance(value, ast.Call) and last_name_of(value.func) == "deepcopy"
+    return value if isinstance(value, ast.Call) and is_copy else None
 
 
 def _chooses_dtype(script: Script, name: str) -> bool:
@@ -174,12 +216,12 @@ def _updates(script: Script) -> Iterator[Average]:
                 continue
             if name == "add_" and not _scales_itself(script, call, receiver):
                 continue
-            if isinstance(receiver, ast.Subscript):
-                owners = _entries(script, key_of(receiver.value), function)
-            else:
-                owners = _averaged(script, call, receiver.id, function)
-            for owner, scope in owners:
-                yield Average(call, owner, scope, f"`{text_of(owner)}`")
+            if isinstance(receiver, ast.Name):
+                for owner, scope in _averaged(script, call, receiver.id, function):
+                    yield Average(call, owner, scope, f"`{text_of(owner)}`")
+                continue
+            for owner, scope in _entries(script, key_of(receiver.value), function):
+                yield Average(_copied(script, owner, scope) or call, owner, scope, f"the average `{text_of(owner)}`")
     for name in ("_foreach_lerp_", "_foreach_mul_"):
         for call, function in outline.calls.get(name, ()):
             share = constant(argument(call, 2 if name == "_foreach_lerp_" else 1, "weight"))
@@ -253,7 +295,7 @@ def _low_copy(script: Script, owner: ast.expr, function: Function, call: ast.Cal
     # A function that updates averages may be above the code that creates them and passes them to it.
     is_same = any(node is function.node for node in script.above(call))
     line = max(owner.lineno, call.lineno) if is_same else owner.lineno
-    for cast in lineage.casts:
+    for cast in sorted(lineage.casts, key=lambda c: c.node is not call):  # the cast of the average itself first
         is_before = cast.form != "cast" or cast.function is not function or cast.node.lineno <= line
         if cast.low and is_before:
             return cast

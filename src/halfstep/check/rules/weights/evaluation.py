@@ -27,6 +27,7 @@ _UNWRAPS = "unwrap_model_for_generation"
 _PIPELINE = regex(r"pipe|model|unet|transformer", re.IGNORECASE)
 _VALIDATOR = regex(r"(Validator|Evaluator)$")
 _TRAINER_MODEL = regex(r"trainer\.([\w.]*\.)?(model|ema|net|module)$")
+_STORED, _LOW = regex(r"\.dtype\b"), regex(r"torch\.(b?float16|half)\b")
 _ENGINE = """\
 import torch
 def train_one_epoch(model, loader, optimizer):
@@ -110,7 +111,7 @@ class EvaluationHalvesModel(ScriptRule):
         casts = [c for c in casts_in(script.outline) if _is_evaluation(c.function) and c.function not in trains]
         for cast in (c for c in casts if all(c.call is not other.call for other, _ in owned)):
             low = cast.formats & SIXTEEN_BIT
-            if low and _is_trained(script, cast, trains):
+            if low and _is_trained(script, cast, trains) and not _returns_dtype(script, cast):
                 yield self._report(script, cast, " or ".join(sorted(low)), _cast_back(cast, casts))
         for cast, model, upcast in _shared_with_pipeline(script):
             yield self.finding(
@@ -164,6 +165,20 @@ def _is_trained(script: Script, cast: VariableCast, trains: set[Function]) -> bo
     methods = script.outline.classes.get(function.cls, {}).values()
     text = " ".join(ast.unparse(method.node) for method in methods)
     return bool(re.search(rf"\b{re.escape(key)}\.(train|parameters|named_parameters)\(", text))
+
+
+def _returns_dtype(script: Script, cast: VariableCast) -> bool:
+    """Whether a cast returns a model to the dtype that it had: `if dtype == torch.float16: model.half()`, after `dtype = p.dtype`."""
+    for text, is_true in conditions_of(script.outline, cast.call):
+        bound = (
+            script.outline.lookup(text.partition(" ")[0], cast.function)
+            if text.partition(" ")[0].isidentifier()
+            else []
+        )
+        tests = [text, *(text_of(b.value) for b in bound if b.value is not None)]
+        if is_true and any(_STORED.search(test) for test in tests) and any(_LOW.search(test) for test in tests):
+            return True
+    return False
 
 
 def _cast_back(cast: VariableCast, casts: list[VariableCast]) -> ast.Call | None:

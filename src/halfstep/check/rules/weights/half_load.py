@@ -15,8 +15,9 @@ from halfstep.check.rules.weights.masters import (
     subject,
     when,
 )
-from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
+from halfstep.check.script.flow.guard import Guard, possible
+from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, format_ways
+from halfstep.check.script.objects.expressions import asks_for_adapters
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -26,6 +27,8 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
+
+_ON_GPU = (Guard("torch.cuda.is_available()", True),)
 
 
 class HalfLoadWithFp16Training(ScriptRule):
@@ -67,19 +70,20 @@ class HalfLoadWithFp16Training(ScriptRule):
         for tie in script.training.by_trainers:
             scaled = _scaled_when(script, tie)
             if scaled is not None and not is_launched_elsewhere(script, tie):
+                engine = "without DeepSpeed, " if tie.is_parsed and "deepspeed" in script.outline.bindings else ""
                 yield self.finding(
                     script.where(tie.cast.node),
-                    f"{scaled}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
+                    f"{scaled}{engine}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
                     "unscale FP16 gradients",
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )
             flag = _fp16_flag(script, tie)
-            if flag is None or constant(flag) is not True:
-                continue
-            if tie.cast.formats == {"bfloat16"} and not is_launched_elsewhere(script, tie):
+            rejected = _rejected_when(script, tie, flag)
+            if flag is not None and rejected is not None and not is_launched_elsewhere(script, tie):
+                # Where the dtype is chosen, its choice is what the message is about.
                 yield self.finding(
-                    script.where(flag),
-                    f"{when(script, tie.cast, tie.lineage)}{subject(tie.cast)} has bfloat16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
+                    script.where(flag if tie.cast.formats == {"bfloat16"} else tie.cast.node),
+                    f"{rejected}{subject(tie.cast)} has bfloat16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
                     "on CUDA the scaler raises: not implemented for 'BFloat16'",
                     instead=f"{remedy(script, tie.cast)}, and bf16=True to compute in bfloat16",
                 )
@@ -98,11 +102,12 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast)
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
-    if is_true and (constant(value) is True or text_of(value) == "torch.cuda.is_available()"):
-        way = next(iter(float16_ways(script.outline, tie.cast)), None)
+    if is_true and _is_set_on_gpu(value):
+        way = next((way for way in float16_ways(outline, tie.cast) if possible(way, _ON_GPU)), None)
         if way is not None:
             return condition_text((*conditions_of(outline, tie.cast.node), *way))
-    unless = " and no adapter is used" if script.training.adapters == "optional" else ""
+    is_plain = script.training.adapters == "optional" and not asks_for_adapters(conditions_of(outline, tie.cast.node))
+    unless = " and no adapter is used" if is_plain else ""
     # `fp16=dtype == torch.float16` next to dtype=dtype.
     compared = _compared(value) if is_true else None
     if compared is not None and outline.names.full(compared[1]) in {"torch.float16", "torch.half"}:
@@ -112,13 +117,42 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast) if certain else f"when `{text_of(value)}`{unless}, "
     # `float16 if args.fp16 else float32` next to fp16=args.fp16, or of the Trainer's own arguments: one flag decides both.
     tests = {Guard(text_of(value), is_true), Guard(text_of(flag), True), Guard(f"{arguments}.fp16", True)}
+    no_bf16 = Guard(f"{arguments}.bf16", False)
+    if tie.is_parsed:  # `bfloat16 if args.bf16 else float16`: --fp16 excludes --bf16
+        tests.add(no_bf16)
     for choice in choices_of(script, tie.cast):
         if formats_of(outline, choice, tie.cast.function) == {"float16"}:
             guards = [_resolved(script, guard, tie.cast.function) for guard in conditions_of(outline, choice)]
             test = next((own for own, full in guards if own.text and {own, full} & tests), None)
+            if test == no_bf16 and tie.is_parsed:
+                return f"when `{arguments}.fp16`{unless}, "
             if test is not None:
                 return f"when {'' if test.is_true else 'not '}`{test.text}`{unless}, "
     return None
+
+
+def _is_set_on_gpu(flag: ast.expr | None) -> bool:
+    """Whether a flag is set in every run on a GPU."""
+    return constant(flag) is True or text_of(flag) == _ON_GPU[0].text
+
+
+def _rejected_when(script: Script, tie: Trained, flag: ast.expr | None) -> str | None:
+    """When bfloat16 weights meet fp16=True, as the beginning of a message; None if the text does not show that they do."""
+    value, is_true = _assigned(script, flag, tie.function)
+    if "bfloat16" not in tie.cast.low or not is_true or value is None:
+        return None
+    own = conditions_of(script.outline, tie.cast.node)
+    is_set = _is_set_on_gpu(value)
+    if tie.cast.formats == {"bfloat16"}:
+        is_met = is_set or Guard(text_of(value), True) in own
+        return (
+            (when(script, tie.cast, tie.lineage) or ("" if constant(value) is True else "on a GPU, "))
+            if is_met
+            else None
+        )
+    ways = format_ways(script.outline, tie.cast, "bfloat16")
+    ways = [way for way in ways if possible(way, _ON_GPU) and (is_set or Guard(text_of(value), True) in (*own, *way))]
+    return condition_text((*own, *ways[0])) if ways else None
 
 
 def _fp16_flag(script: Script, tie: Trained) -> ast.expr | None:

@@ -16,7 +16,7 @@ from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, 
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.lifted import lifted_in_float16
 from halfstep.check.script.objects.loading import is_language_model, stored_low
-from halfstep.check.script.objects.trainers import has_plugin
+from halfstep.check.script.objects.trainers import has_plugin, names_engine
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
@@ -148,7 +148,7 @@ def optimizer_names(script: Script, by: ast.Call) -> set[str]:
 
 def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
     """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
-    return tie.is_parsed and any(word in script.source.text.lower() for word in ("deepspeed", "fsdp", "zero3"))
+    return tie.is_parsed and names_engine(script.outline, script.source.text)
 
 
 def is_stepped(script: Script, tie: Trained) -> bool:
@@ -334,10 +334,12 @@ def _may_be_set(script: Script, tie: Trained, name: str, *, always: bool = False
 
 
 def _scales_gradients(script: Script, tie: Trained) -> bool:
-    """Whether fp16=True, or an expression that may be true: then HS166 decides."""
-    if tie.is_parsed and tie.cast.formats != {"float16"}:
-        return True  # the option that chooses float16 weights is most likely --fp16
-    return _may_be_set(script, tie, "fp16")
+    """Whether fp16=True on every GPU, or for float16 weights an expression that may be true: then HS166 decides."""
+    flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16") if tie.arguments is not None else None
+    if constant(flag) is True or text_of(flag) == "torch.cuda.is_available()":
+        return True
+    is_option = tie.is_parsed and tie.cast.formats != {"float16"}  # most likely --fp16
+    return tie.cast.low == {"float16"} and (is_option or _may_be_set(script, tie, "fp16"))
 
 
 class Bf16WeightsTrained(ScriptRule):
@@ -378,9 +380,7 @@ class Bf16WeightsTrained(ScriptRule):
             return
         for tie in script.training.by_trainers:
             cast = tie.cast
-            if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
-                continue
-            if is_launched_elsewhere(script, tie):
+            if not cast.low or _scales_gradients(script, tie) or is_launched_elsewhere(script, tie):
                 continue
             severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(

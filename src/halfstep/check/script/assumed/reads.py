@@ -59,8 +59,9 @@ def _key(call: ast.Call) -> ast.expr | None:
 
 
 def _is_config(owner: ast.expr) -> bool:
-    """Whether an object has settings, by its name: `args`, `self.cfg`, `config["train"]`; not a model's own configuration."""
+    """Whether an object has settings, by its name: `args`, `self.cfg`, `config["model"]`; not `model.config`, which is the model's own."""
     while isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "get":
         owner = owner.func.value
     parts = [part.lower() for part in _PARTS.split(key_of(owner)) if part]
-    return "model" not in parts and any(map(_CONFIG.search, parts))
+    first = next((index for index, part in enumerate(parts) if _CONFIG.search(part)), None)
+    return first is not None and "model" not in parts[:first]

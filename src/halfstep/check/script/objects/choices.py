@@ -24,6 +24,8 @@ __all__ = [
     "constant",
     "devices_of",
     "dtypes_of",
+    "field_values",
+    "is_configuration",
     "is_float32_on_cpu",
     "strings_of",
     "text_of",
@@ -31,6 +33,7 @@ __all__ = [
 
 UNKNOWN = "?"
 MAX_DEPTH = 4
+_CONFIGURATION = regex(r"(^|[._])\w*(args|arguments|cfg|conf|config|opts?|options|hparams|settings)$", re.IGNORECASE)
 MAX_VALUES = 8  # of one variable; more are not followed
 DTYPES = {
     "torch.float16": "float16",
@@ -145,6 +148,13 @@ def field_defaults(outline: Outline, name: str) -> list[ast.expr]:
     bindings = [b for b in outline.bindings.get(name, ()) if isinstance(outline.parents.get(b.node), ast.ClassDef)]
     defaults = [argument(b.value, None, "default") if isinstance(b.value, ast.Call) else b.value for b in bindings]
     return [default for default in defaults if default is not None]
+
+
+def field_values(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
+    """What a field is set to where this file creates its class: `Config(dtype=...)`, or `cls(dtype=...)` in a method of it."""
+    owners = ("cls", *(owner for owner in outline.classes if owner not in outline.names.table))
+    sites = [site for owner in owners for site in outline.calls.get(owner, ())]
+    return [(k.value, function) for call, function in sites for k in call.keywords if k.arg == name]
 
 
 def _converted(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
@@ -273,3 +283,8 @@ def _pairs(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:
     if isinstance(table, ast.Call) and chain(table.func) == ("dict",) and not table.args:
         return [(ast.Constant(k.arg), k.value) for k in table.keywords]
     return None
+
+
+def is_configuration(key: str) -> bool:
+    """Whether a variable has settings, by its name."""
+    return bool(_CONFIGURATION.search(key))

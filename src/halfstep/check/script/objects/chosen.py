@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.script.objects.choices import field_values, is_configuration, strings_of
 from halfstep.check.script.objects.expressions import conditions_of, is_adapter_branch
 from halfstep.check.script.objects.formats import assigned, returned_by, table_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, constant, text_of
@@ -27,6 +27,7 @@ __all__ = [
     "condition_text",
     "dtype_values",
     "float16_ways",
+    "format_ways",
     "is_on_gpu",
     "is_used_instead",
     "num_reads",
@@ -62,7 +63,12 @@ def chosen_when(outline: Outline, node: ast.expr, function: Function, name: str)
 
 def float16_ways(outline: Outline, cast: Cast) -> list[Guards]:
     """The conditions of each way in which a cast or a load is float16, those of adapters aside."""
-    ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, "float16")]
+    return format_ways(outline, cast, "float16")
+
+
+def format_ways(outline: Outline, cast: Cast, name: str) -> list[Guards]:
+    """The conditions of each way in which a cast or a load has this format, those of adapters aside."""
+    ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, name)]
     return [way for way in ways if not any(map(is_adapter_branch, way))]
 
 
@@ -110,6 +116,10 @@ def _ways(outline: Outline, node: ast.expr, function: Function, name: str, depth
         yield from _results(outline, node, function, name, depth)
     elif key := key_of(node):
         values = list(assigned(outline, key, function))
+        is_field = not values and isinstance(node, ast.Attribute) and is_configuration(key.rpartition(".")[0])
+        fields = field_values(outline, key.rpartition(".")[2]) if is_field and name in DTYPES.values() else []
+        if any(True for value, scope in fields for _ in _ways(outline, value, scope, name, depth - 1)):
+            yield (Guard(f"{key} == torch.{name}", True),)
         if (
             not values and name not in DTYPES.values()
         ):  # an option that is passed on: `mixed_precision=args.mixed_precision`

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.check.regex import regex
-from halfstep.check.script.objects.choices import field_defaults, strings_of
+from halfstep.check.script.objects.choices import field_defaults, field_values, is_configuration, strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -45,7 +44,6 @@ SAME_MODEL = {
     "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
 }  # fmt: skip  # methods that return the model itself
 _NOTHING = frozenset({UNKNOWN})
-_CONFIGURATION = regex(r"(^|[._])\w*(args|arguments|cfg|conf|config|opts?|options|hparams|settings)$", re.IGNORECASE)
 _STRINGS = {
     "bfloat16": "bfloat16",
     "torch.bfloat16": "bfloat16",
@@ -91,9 +89,10 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     if not key:
         return _NOTHING
     formats = merged(assigned(outline, key, function))
-    if formats == _NOTHING and isinstance(node, ast.Attribute) and _CONFIGURATION.search(key.rpartition(".")[0]):
-        defaults = field_defaults(outline, node.attr)  # `cfg.dtype` of a class of this file that a caller creates
-        return formats | merged((value, outline.module) for value in defaults)
+    if formats == _NOTHING and isinstance(node, ast.Attribute) and is_configuration(key.rpartition(".")[0]):
+        # `cfg.dtype` of a class of this file: its default if a caller of another file creates it
+        defaults = [(value, outline.module) for value in field_defaults(outline, node.attr)]
+        return formats | merged(iter([*defaults, *field_values(outline, node.attr)]))
     return formats
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cast_formats
 from halfstep.check.script.objects.values import constant, text_of
-from halfstep.check.script.objects.weights import Lineage, cast_formats
+from halfstep.check.script.objects.weights import Cast, Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -20,6 +21,7 @@ __all__ = [
     "freezing_loops",
     "keeps_low",
     "lifted_parts",
+    "lowered_parts",
     "may_be_frozen",
     "restored_layers",
     "restoring_loop",
@@ -216,6 +218,20 @@ def _full_path(outline: Outline, text: str, function: Function) -> str:
             break
         text = f"{path}{separator}{rest}"
     return text
+
+
+def lowered_parts(lineage: Lineage, casts: Iterable[VariableCast]) -> Iterator[Cast]:
+    """Casts to 16 bits of modules of a model that are trained again: `model.head.requires_grad_(True)`, then `model.head.half()`."""
+    outline = lineage.outline
+    enabled = {_full_path(outline, text, function) for text, function in enabled_parts(outline)}
+    casts = list(casts) if enabled else []
+    lifted = {(key, function) for _, function, key, formats in casts if formats == {"float32"}}
+    for call, function, key, formats in casts:
+        values = [b.value for b in outline.bindings.get(key, ()) if b.function is function]
+        paths = {key_of(value) if value is not None else "" for value in values} or {_full_path(outline, key, function)}
+        is_part = paths <= enabled and all("." in path and _is_part(lineage, path, function) for path in paths)
+        if formats & SIXTEEN_BIT and is_part and (key, function) not in lifted:
+            yield Cast(call, function, key, formats, "cast")
 
 
 def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:

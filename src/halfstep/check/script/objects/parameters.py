@@ -15,7 +15,15 @@ from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_cast_in_place", "is_model_name", "may_freeze", "mentions_masters", "owners_of", "parts_of"]
+__all__ = [
+    "is_cast_in_place",
+    "is_listed",
+    "is_model_name",
+    "may_freeze",
+    "mentions_masters",
+    "owners_of",
+    "parts_of",
+]
 
 _GROUPS = regex(r"param|group|decay|layer", re.IGNORECASE)
 _ADAPTERS = regex(r"lora|adapter|peft", re.IGNORECASE)
@@ -47,6 +55,9 @@ def owners_of(
         if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
             yield from _instances(outline, func.value, function)
             continue
+        if isinstance(node, ast.Attribute) and is_listed(outline, node.value):
+            yield node.value, function
+            continue
         target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and target is None and _is_grouping(text_of(node.func)):
             # A function of another file that sorts the parameters into groups, or a method of the model.
@@ -74,6 +85,16 @@ def owners_of(
 def _is_grouping(name: str) -> bool:
     """Whether a function of another file is named for a model's parameters, and not for those of its adapters alone."""
     return bool(_GROUPS.search(name)) and not _ADAPTERS.search(name)
+
+
+def is_listed(outline: Outline, model: ast.expr) -> bool:
+    """Whether an expression reads the parameters that a model lists itself, `model.expert_parameters`: those are trained, whatever is frozen."""
+    listed = outline.parents.get(model)
+    if not isinstance(listed, ast.Attribute) or not is_model_name(key_of(model)):
+        return False
+    parent = outline.parents.get(listed)
+    is_called = isinstance(parent, ast.Call) and parent.func is listed
+    return listed.attr.endswith(("_parameters", "_params")) and _is_grouping(listed.attr) and not is_called
 
 
 def _is_parameter(outline: Outline, call: ast.Call) -> bool:
@@ -119,8 +140,12 @@ def _extended(outline: Outline, name: str, function: Function) -> Iterator[ast.e
 
 
 def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:
-    """The variable itself; for `self`, the variables that instances of its class are assigned to."""
+    """The variable itself, or those of the list that a loop takes it from; for `self`, the variables that instances of its class are assigned to."""
     key = key_of(owner)
+    listed = list(_listed(outline, owner, function)) if key.isidentifier() and key != "self" else []
+    if listed:
+        yield from ((model, function) for model in listed)
+        return
     if key != "self":
         if key or isinstance(owner, ast.Call):
             yield owner, function
@@ -137,6 +162,29 @@ def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterato
             node = outline.parents[node]
         if isinstance(node, ast.Assign) and key_of(node.targets[0]):
             yield node.targets[0], scope
+
+
+def _listed(outline: Outline, owner: ast.expr, function: Function) -> Iterator[ast.expr]:
+    """The models of `for module in [encoder, decoder]:` around a use of `module`; the list may be a variable that is appended to."""
+    loop = outline.parents.get(owner)
+    while loop is not None and not isinstance(loop, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(loop, ast.For) and key_of(loop.target) == key_of(owner):
+            break
+        loop = outline.parents.get(loop)
+    if not isinstance(loop, ast.For):
+        return
+    name = key_of(loop.iter)
+    values = outline.values(name, function) if name else [loop.iter]
+    appended = [
+        c.args[0] for c, f in outline.calls.get("append", ()) if f is function and c.args and _receiver(c) == name
+    ]
+    for value in (*values, *([ast.List(appended)] if name else [])):
+        if isinstance(value, (ast.List, ast.Tuple)):
+            yield from (element for element in value.elts if key_of(element))
+
+
+def _receiver(call: ast.Call) -> str:
+    return key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def parts_of(

@@ -26,6 +26,7 @@ __all__ = [
     "is_trainer",
     "losses_without_count",
     "model_of",
+    "names_engine",
     "unsharded_when",
 ]
 
@@ -69,6 +70,14 @@ def has_plain_trainer(outline: Outline) -> bool:
     if "train" not in outline.calls or not any(name.endswith("Trainer") for name in outline.calls):
         return False
     return not any(_ENGINES.search(name) for name in (*outline.loads, *outline.bindings, *outline.strings))
+
+
+def names_engine(outline: Outline, text: str) -> bool:
+    """Whether a file mentions that its command line names DeepSpeed or FSDP; a field `deepspeed` of its own is None by default."""
+    defaults = field_defaults(outline, "deepspeed")
+    is_off = bool(defaults) and all(constant(default) is None for default in defaults)
+    words = ("fsdp",) if is_off else ("fsdp", "deepspeed", "zero3")
+    return any(word in text.lower() for word in words)
 
 
 def has_plugin(outline: Outline) -> bool:

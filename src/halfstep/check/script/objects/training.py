@@ -39,6 +39,7 @@ from halfstep.check.script.objects.freezing import (
     freezing_loops,
     is_switched_on,
     keeps_low,
+    lowered_parts,
     may_be_frozen,
     trains_lifted_part,
     trains_part_of,
@@ -55,7 +56,7 @@ from halfstep.check.script.objects.layers import (
     plain_optimizers,
 )
 from halfstep.check.script.objects.loading import is_rebound, lasting_casts, loading_options
-from halfstep.check.script.objects.parameters import is_model_name, may_freeze, mentions_masters, owners_of
+from halfstep.check.script.objects.parameters import is_listed, is_model_name, may_freeze, mentions_masters, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
@@ -207,7 +208,7 @@ class Training:
                 lineage = self.model(owner, scope)
                 is_whole = not in_full or any(lineage.has(key, f) for key, f in self._enabled_parts)
                 is_whole = is_whole or is_attached_elsewhere(self.outline, lineage, call) or is_created_low(lineage)
-                if is_whole and not self._is_spared(lineage):
+                if is_whole and not self._is_spared(lineage, lists_trained=is_listed(self.outline, owner)):
                     for cast in lasting_casts(lineage):
                         place = (cast.node, cast.dtype)
                         if place in tied or (scope is cast.function and is_rebound(lineage, cast, owner)):
@@ -278,16 +279,16 @@ class Training:
         """The calls that create an optimizer without master weights."""
         return plain_optimizers(self.outline)
 
-    def _is_spared(self, lineage: Lineage) -> bool:
-        """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
-        if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
-            return True
-        if may_be_frozen(lineage) or trains_lifted_part(lineage):
+    def _is_spared(self, lineage: Lineage, *, lists_trained: bool = False) -> bool:
+        """Whether this file adapts, quantizes or casts the model back to float32, or freezes it, unless it lists what is trained."""
+        is_raised = lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts)
+        if is_raised or may_be_frozen(lineage) or trains_lifted_part(lineage):
             return True
         outline = self.outline
         is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
         for name, sites in outline.calls.items():
-            if not _PREPARES.search(name) or (is_switched and SWITCHES.search(name)):
+            is_excused = (is_switched and SWITCHES.search(name)) or (lists_trained and "freez" in name)
+            if not _PREPARES.search(name) or is_excused:
                 continue
             for call, function in sites:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
@@ -384,6 +385,9 @@ class Training:
                 if own is not None and constant(own) is not None and not is_optional:
                     continue
                 lineage = self.model(model, function)
+                for cast in lowered_parts(lineage, self._casts) if self.adapters != "no" else ():
+                    if self._reaches(cast, call, function, model, is_adapted=True):
+                        yield Trained(cast, call, function, lineage, arguments)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 casts = lineage.casts
                 is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
