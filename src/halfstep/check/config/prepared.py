@@ -56,8 +56,9 @@ class PreparedModels:
         made, here = self._around(prepare), self._around(call)
         if made is here:
             return prepare.lineno < call.lineno
-        is_created = isinstance(made, _FUNCTIONS) and made.name == "__init__" and model.startswith("self.")
-        return is_created and here is not None and self.parents.get(made) is self.parents.get(here)
+        if not isinstance(made, _FUNCTIONS) or made.name != "__init__" or not model.startswith("self."):
+            return False
+        return here is not None and self.parents.get(made) is self.parents.get(here)
 
     def _around(self, node: ast.AST) -> ast.AST | None:
         parent = self.parents.get(node)
