@@ -84,3 +84,60 @@ def test_the_model_under_an_engine_is_its_module():
     assert lines(body(MAKE, load, TRAIN)) == [4]
     assert lines(body(load, MAKE, TRAIN)) == []
     assert lines(body(f"if use_ds:\n    {MAKE}else:\n    {load}", TRAIN)) == []
+
+
+PREPARED = """\
+import torch
+from accelerate import Accelerator
+
+class Trainer:
+    def __init__(self, model, optimizer, scheduler, loader):
+        self.accelerator = Accelerator({plugin})
+        {branch}
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
+
+    def restore(self, path):
+        state = torch.load(path)
+        self.scheduler.load_state_dict(state["scheduler"])
+        {load}
+
+    def train(self, path):
+        self.restore(path)
+        for batch in self.loader:
+            self.accelerator.backward(self.model(batch))
+            self.optimizer.step()
+"""
+BRANCH = 'self.uses_zero = True if self.accelerator.distributed_type == "DEEPSPEED" else False'
+
+
+@pytest.mark.parametrize("owner", ["self.model.module", "self.accelerator.unwrap_model(self.model)", "self.model"])
+@pytest.mark.parametrize(
+    ("plugin", "branch"), [("", BRANCH), ("deepspeed_plugin=make_plugin() if zero else None", "pass")]
+)
+def test_a_load_into_a_prepared_model_is_reported(owner, plugin, branch):
+    """Where Accelerate runs DeepSpeed, the prepared model is its engine; the scheduler next to it has no masters."""
+    load = f'{owner}.load_state_dict(state["model"])'
+    assert lines(PREPARED.format(plugin=plugin, branch=branch, load=load)) == [13]
+
+
+def test_a_variable_for_the_module_of_a_prepared_model_is_followed():
+    """The model is unwrapped first and loads in the next statement."""
+    load = 'net = self.accelerator.unwrap_model(self.model); net.load_state_dict(state["model"])'
+    assert lines(PREPARED.format(plugin="", branch=BRANCH, load=load)) == [13]
+
+
+@pytest.mark.parametrize(
+    ("branch", "load"),
+    [
+        ("pass", 'self.model.module.load_state_dict(state["model"])  # deepspeed is not for this script'),
+        (BRANCH, "self.accelerator.load_state(path)"),
+        (BRANCH, 'self.ema.load_state_dict(state["ema"])'),
+        (
+            BRANCH,
+            "if self.accelerator.distributed_type != DistributedType.DEEPSPEED: self.model.module.load_state_dict(state)",
+        ),
+    ],
+)
+def test_other_loads_next_to_accelerate_are_fine(branch, load):
+    """No branch for DeepSpeed, Accelerate's own load, an object that is not prepared, a load without DeepSpeed."""
+    assert lines(PREPARED.format(plugin="", branch=branch, load=load)) == []

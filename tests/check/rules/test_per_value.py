@@ -94,3 +94,124 @@ def test_a_finding_for_one_value_has_no_fix():
     """What is right for this value would be wrong for the others."""
     found = findings(LOADED.format(choices=["fp16", "bf16"], lift=""), "HS199")
     assert [f.fix for f in found] == [None]
+
+
+EVALUATED = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 32)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        logits = {logits}
+        return logits
+
+class LogLoss(nn.Module):
+    def __init__(self, eps={eps}):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, logits, target):
+        p = torch.sigmoid(logits)
+        return -(target * torch.log(p.clamp(min=self.eps))).mean()
+
+def make_loss(cfg):
+    if cfg.loss == "log":
+        return LogLoss()
+    return nn.BCEWithLogitsLoss()
+
+def formats(precision):
+    return precision in ("fp16", "bf16"), torch.float16 if precision == "fp16" else torch.bfloat16
+
+def train(model, loader, optimizer, criterion, scaler, precision):
+    use_amp, dtype = formats(precision)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype, enabled=use_amp):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+@torch.no_grad()
+def evaluate(model, loader, precision):
+    use_amp, dtype = formats(precision)
+    scores = []
+    for x, _ in loader:
+        if use_amp:
+            with torch.autocast("cuda", dtype=dtype):
+                logits = model(x)
+        else:
+            logits = model(x)
+        scores.append(torch.sigmoid(logits).cpu().numpy())
+    return scores
+
+def main(cfg):
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda", enabled=cfg.precision == "fp16")
+    train(model, cfg.loader, optimizer, make_loss(cfg), scaler, precision=cfg.precision)
+    return evaluate(model, cfg.loader, precision=cfg.precision)
+"""
+
+
+def test_numbers_of_one_format():
+    """NumPy has no bfloat16, and a small constant is zero in float16: each fails with one value of the option."""
+    text = EVALUATED.format(logits="self.head(hidden)", eps="1e-8")
+    assert reported(text, "HS158") == [("error", "with precision='bf16'")]
+    assert reported(text, "HS164") == [("warning", "with precision='fp16'")]
+
+
+@pytest.mark.parametrize("logits", ["self.head(hidden).float()", "torch.softmax(self.head(hidden), dim=-1)"])
+def test_numbers_that_leave_the_model_in_float32(logits):
+    """A cast or a softmax of the logits gives NumPy float32."""
+    assert reported(EVALUATED.format(logits=logits, eps="1e-6"), "HS158") == []
+
+
+def test_a_constant_that_float16_has():
+    """1e-6 is a float16 number."""
+    assert reported(EVALUATED.format(logits="self.head(hidden)", eps="1e-6"), "HS164") == []
+
+
+ENGINE = """\
+{library}
+
+def main(cfg):
+    engine = {engine}
+    model, opt_g, opt_d = engine.{prepare}(cfg.model, cfg.opt_g, cfg.opt_d)
+    for x in cfg.loader:
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+        loss_g, loss_d = model(x)
+        engine.backward(loss_g)
+{between}        engine.backward(loss_d)
+{after}        opt_d.step()
+"""
+FABRIC = {"library": "import lightning as L", "prepare": "setup"}
+ACCELERATE = {"library": "from accelerate import Accelerator", "prepare": "prepare"}
+STEP = "        opt_g.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        ({**FABRIC, "engine": "L.Fabric(precision=cfg.precision)"}, "precision='16-mixed'"),
+        ({**ACCELERATE, "engine": "Accelerator(mixed_precision=cfg.amp)"}, "amp='fp16'"),
+    ],
+)
+def test_two_optimizers_share_the_scale_of_an_engine(parts, name):
+    """The step of the first updates the scale before the second divides by it; not if its backward comes after that step."""
+    assert reported(ENGINE.format(**parts, between="", after=STEP), "HS108") == [("error", f"with {name}")]
+    assert reported(ENGINE.format(**parts, between=STEP, after=""), "HS108") == []
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_an_engine_without_a_scale(precision):
+    """Only 16-mixed scales the loss."""
+    text = ENGINE.format(**FABRIC, engine=f'L.Fabric(precision="{precision}")', between="", after=STEP)
+    assert reported(text, "HS108") == []

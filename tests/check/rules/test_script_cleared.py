@@ -264,3 +264,30 @@ def test_a_counter_that_the_called_function_advances():
     )
     clear = "if self.count % self.accumulate == 0:\n            self.optimizer.zero_grad()"
     assert findings(counted.format(arguments="True", clear=clear, after="pass"), "HS181") == []
+
+
+SYNCHRONISED = """\
+import torch
+
+def train(model, optimizer, other, loader, accumulation_steps):
+    for i, x in enumerate(loader):
+        if (i + 1) % accumulation_steps != 0:
+            with model.no_sync():
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(x) / accumulation_steps
+                {first}
+        else:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(x) / accumulation_steps
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if cfg.both:
+                other.step()
+                other.zero_grad()
+"""
+
+
+def test_the_other_micro_batches_may_have_a_backward_of_their_own():
+    """Both branches run a backward, and only the last one synchronises, steps and clears."""
+    assert findings(SYNCHRONISED.format(first="loss.backward()"), "HS181") == []

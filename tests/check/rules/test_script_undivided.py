@@ -72,6 +72,8 @@ for i, x in enumerate(loader):
         ("running += loss / n_accum", "running", []),
         ("total += loss / n_accum; final = total", "final", []),
         ("loss = loss / n_accum; running += loss", "loss", []),
+        ("loss_avg += loss.item(); loss_avg = loss_avg / n_accum", "loss", [7]),
+        ("loss_sum += loss; loss_sum = loss_sum / n_accum", "loss_sum", []),
     ],
 )
 def test_a_sum_that_is_only_logged_does_not_divide_the_loss(log, name, expected):

@@ -19,6 +19,7 @@ from halfstep.check.config.config import Config, place_of, read_configs
 from halfstep.check.config.engines import Engines, read_engines
 from halfstep.check.config.literals import Literals, literals_of
 from halfstep.check.config.objects import optimizer_config
+from halfstep.check.config.prepared import PreparedModels, read_prepared
 from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
@@ -60,6 +61,9 @@ class Use:
     engine: str = ""  # the variable of the engine, by its assignment or its name; a model that Accelerate prepares for DeepSpeed is one too
     optimizer: str = ""  # the variable its optimizer is assigned to
     engines: Engines | None = None  # every engine, also where the script creates several, or one under a condition
+    prepared: PreparedModels = field(
+        default_factory=PreparedModels
+    )  # models that are engines where Accelerate runs DeepSpeed
 
     def calls(self, name: str, on: str = "") -> list[ast.Call]:
         """The calls of a method, `on.name(...)`; of any object if `on` is empty."""
@@ -113,7 +117,7 @@ def joint_configs(
     if not _HINT.search(source.text):
         return
     use = read_use(tree, source, configs)
-    if use.initialize is None and not use.engine and not use.trainers and not use.engines:
+    if use.initialize is None and not use.engine and not use.trainers and not use.engines and not use.prepared:
         return
     partners = tuple(_partners(tree, source, settings, configs))
     # A script that takes its configuration from the command line can still misuse the engine.
@@ -163,7 +167,8 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
     optimizer = "" if optimizer == "_" else optimizer
     engines = read_engines(nodes, names) if made else None
     engine = _running(nodes, engine, engines) if engine and engines is not None else engine
-    return Use(source, literals, names, nodes, trainers, initialize, engine, optimizer, engines)
+    prepared = PreparedModels() if made else read_prepared(nodes, names)
+    return Use(source, literals, names, nodes, trainers, initialize, engine, optimizer, engines, prepared)
 
 
 def _bound(nodes: tuple[ast.AST, ...], initialize: ast.Call) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.precision.deepspeed_keys import BLOCKS
+from halfstep.precision.node import Scalar
 
 __all__ = ["RULES"]
 
@@ -81,11 +82,13 @@ class InvalidLossScale(DeepSpeedRule):
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale_window": 0}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "min_loss_scale": 0}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": true}}',
+        '{"zero_optimization": {"stage": 0}, "fp16": {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 0}}',
     )
     good = (
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 0}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 0, "min_loss_scale": 1}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": "auto"}}',
+        '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 1}}',
     )
     references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError")
 
@@ -102,13 +105,25 @@ class InvalidLossScale(DeepSpeedRule):
                 # "dynamic" is the word for 0; -1 may as well be a typing mistake for a static scale of 1.
                 fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)", safe=scale == "dynamic")
             yield self.at(config, ("fp16", "loss_scale"), message, instead='Set `"loss_scale": 0`.', fix=fix)
-        if not deepspeed.fp16 or not deepspeed.is_dynamic:
+        # "auto" is for the Trainer or Accelerate to decide: the file fails in the runs that ask for fp16.
+        switch = config.entry("fp16", "enabled")
+        is_auto = switch is not None and isinstance(switch.value, Scalar) and switch.value.value == "auto"
+        if not (deepspeed.fp16 or is_auto) or not deepspeed.is_dynamic:
             return
         for key, default in (("loss_scale_window", 1000), ("min_loss_scale", 1)):
             value = config.number("fp16", key)
             if value is not None and value <= 0:
-                message = f"`fp16.{key}` is {value:g}; with a dynamic loss scale DeepSpeed requires a positive value."
-                yield self.at(config, ("fp16", key), message, instead=f'Set `"{key}": {default}`.')
+                when = "where `enabled` becomes true, " if is_auto else ""
+                message = (
+                    f"`fp16.{key}` is {value:g}; {when}with a dynamic loss scale DeepSpeed requires a positive value."
+                )
+                yield self.at(
+                    config,
+                    ("fp16", key),
+                    message,
+                    instead=f'Set `"{key}": {default}`.',
+                    severity="warning" if is_auto else None,
+                )
 
 
 class FractionalScaleSetting(DeepSpeedRule):

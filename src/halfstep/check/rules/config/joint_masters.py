@@ -10,7 +10,7 @@ from halfstep.check.config.deepspeed_facts import DeepSpeed
 from halfstep.check.config.joint import JointRule, Use
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 
@@ -21,6 +21,19 @@ _START = (
     "import deepspeed\nimport torch\n\nmodel = Net()\n{before}engine, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)\n"
     "{after}for x, y in loader:\n    loss = loss_fn(engine(x), y)\n    engine.backward(loss)\n    engine.step()\n"
 )
+_PREPARED = """\
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0))
+model = Net()
+{before}optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+{after}for x, y in loader:
+    accelerator.backward(loss_fn(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 class MastersNotRefreshed(JointRule):
@@ -35,7 +48,10 @@ class MastersNotRefreshed(JointRule):
         "continues from the weights that the model had before. With ZeRO stage 3 the parameters are empty there as well. Load before "
         "`deepspeed.initialize`, use `engine.load_checkpoint`, or call `engine.optimizer.refresh_fp32_params()` at stages 0 to 2."
     )
-    bad = (_START.format(before="", after="engine.module.load_state_dict(torch.load('model.pt'))\n"),)
+    bad = (
+        _START.format(before="", after="engine.module.load_state_dict(torch.load('model.pt'))\n"),
+        _PREPARED.format(before="", after="accelerator.unwrap_model(model).load_state_dict(torch.load('model.pt'))\n"),
+    )
     good = (
         _START.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
         _START.format(before="", after="engine.load_checkpoint('checkpoints')\n"),
@@ -43,6 +59,8 @@ class MastersNotRefreshed(JointRule):
             before="",
             after="engine.module.load_state_dict(torch.load('model.pt'))\nengine.optimizer.refresh_fp32_params()\n",
         ),
+        _PREPARED.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
+        _PREPARED.format(before="", after="accelerator.load_state('checkpoint')\n"),
     )
     references = (
         "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
@@ -64,13 +82,21 @@ class MastersNotRefreshed(JointRule):
         parents = {child: node for node in use.nodes for child in ast.iter_child_nodes(node)}
         for call in use.calls("load_state_dict"):
             engine = _loaded(use, call)
-            if engine and id(call) not in gathered and _trains_after(use, call, parents):
+            if engine and id(call) not in gathered and _trains_after(use, call, parents, _steps(use)):
                 mode = "" if deepspeed.weights else "in fp16 and bf16 "
                 yield self.finding(
                     use.where(call),
                     f"This loads the weights of `{engine}` without its fp32 masters: {mode}the first step overwrites them.",
                     instead=f"Load them before deepspeed.initialize, or with {engine}.load_checkpoint.",
                     severity=None if deepspeed.weights else "warning",
+                )
+            model = use.prepared.loaded(call, use.nodes) if use.prepared and not engine else ""
+            if model and id(call) not in gathered and _trains_after(use, call, parents, _backwards(use)):
+                yield self.finding(
+                    use.where(call),
+                    f"With DeepSpeed in fp16 and bf16, this loads the weights of `{model}` without its fp32 masters: the first step overwrites them.",
+                    instead="Load them before accelerator.prepare, or with accelerator.load_state.",
+                    severity="warning",
                 )
 
 
@@ -151,13 +177,22 @@ def _visible(use: Use, node: ast.AST) -> set[str]:
     return (named | (use.engines.visible(node) if use.engines is not None else set())) - {""}
 
 
-def _trains_after(use: Use, call: ast.Call, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether an engine may step after a call: not if all training of the function that contains it is further up."""
-    functions = {n.name: n for n in use.nodes if isinstance(n, _FUNCTIONS)}
+def _steps(use: Use) -> list[ast.AST]:
+    """The calls of `engine.step()`."""
     steps = [c for c in use.calls("step") if isinstance(c.func, ast.Attribute)]
-    training: list[ast.AST] = [
-        c for c in steps if isinstance(c.func, ast.Attribute) and key_of(c.func.value) in _visible(use, c)
-    ]
+    return [c for c in steps if isinstance(c.func, ast.Attribute) and key_of(c.func.value) in _visible(use, c)]
+
+
+def _backwards(use: Use) -> list[ast.AST]:
+    """The calls of `accelerator.backward(loss)`."""
+    calls = ((c, c.func) for c in use.calls("backward"))
+    owned = ((c, key_of(f.value)) for c, f in calls if isinstance(f, ast.Attribute))
+    return [c for c, key in owned if last_name(key) == use.prepared.accelerator]
+
+
+def _trains_after(use: Use, call: ast.Call, parents: dict[ast.AST, ast.AST], training: list[ast.AST]) -> bool:
+    """Whether a model may be trained after a call: not if all training of the function that contains it is further up."""
+    functions = {n.name: n for n in use.nodes if isinstance(n, _FUNCTIONS)}
     if not training:
         return False
     for _ in range(_CALLERS):  # calls of functions that train

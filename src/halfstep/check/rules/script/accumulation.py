@@ -28,6 +28,7 @@ from halfstep.check.script.flow.divisions import (
     names_in,
     passed_to_loss,
     undivided_end,
+    updated_by,
 )
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
@@ -247,12 +248,10 @@ class LossNotDivided(TraceRule):
             return False
         if in_no_grad(script, node):
             return bool(_LOSS.search(ast.unparse(statement)))
-        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, (ast.Add, ast.Div)):
-            return False
-        if isinstance(statement.op, ast.Div) and list(script.above(statement))[-1:] != [event.function.node]:
+        total, is_quotient = updated_by(statement)
+        if is_quotient and list(script.above(statement))[-1:] != [event.function.node]:
             return False
         # `total += loss / n`, or `total /= n`, with another variable in the backward.
-        total = key_of(statement.target)
         name = total.rsplit(".", 1)[-1].partition("[")[0]  # `outputs` of `outputs["loss"]`
         return bool(total) and name not in self._behind(script, event, rounds=6)
 

@@ -49,6 +49,9 @@ _OF_TENSORS = {
     "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
     "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",
 }  # fmt: skip
+_STEPS = {
+    "scale", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_", "parameters", "step", "update", "zero_grad", "item",
+}  # fmt: skip
 _LOOP = """\
 import torch
 model = torch.nn.Linear(8, 2).cuda()
@@ -72,7 +75,12 @@ class ScalerWithoutAutocast(TraceRule):
         "an autocast region the model runs in float32 at the usual speed and memory, and the scaler adds a pass over the "
         "gradients and skipped steps. Usually the region was forgotten."
     )
-    bad = (_LOOP.format(forward="    loss = loss_fn(model(x), y)\n"),)
+    bad = (
+        _LOOP.format(forward="    loss = loss_fn(model(x), y)\n"),
+        _LOOP.format(
+            forward='    loss = loss_fn(model(x), y)\n    with torch.autocast("cuda", dtype=torch.float16):\n'
+        ).replace("    scaler.", "        scaler."),
+    )
     good = (
         _LOOP.format(
             forward='    with torch.autocast("cuda", dtype=torch.float16):\n        loss = loss_fn(model(x), y)\n'
@@ -90,6 +98,7 @@ class ScalerWithoutAutocast(TraceRule):
             return (
                 self._disabled(script, trace, index)
                 or self._around_loss(script, trace, index)
+                or self._around_backward(script, trace, index)
                 or self._never_entered(script, trace, index)
                 or self._for_evaluation(script, trace, index)
                 or self._by_other_test(script, trace, index)
@@ -162,6 +171,27 @@ class ScalerWithoutAutocast(TraceRule):
             f"only the loss is computed under autocast: `{outside.local.subject}` runs before it (line "
             f"{script.where(outside.node).line}), in float32 unless it opens a region itself, and `{event.local.scaler}` scales its gradients",
             instead="call the model inside the region as well, or remove the region and the scaler",
+        )
+
+    def _around_backward(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a region that contains the backward and the step alone, with the model called above it."""
+        event = trace[index]
+        region = event.autocast()
+        block = next((n for n in script.above(region.node) if isinstance(n, ast.With)), None) if region else None
+        if block is None or not _only_steps(block):
+            return None
+        last = next(earlier(trace, index, *STEPS), -1)
+        near = [e for e in trace[last + 1 : index] if e.kind == "forward" and e.function is event.function]
+        forwards = [e for e in near if compatible(e, event) and not e.inside("no_grad")]
+        if not forwards or any(e.inside("autocast") or e.inside("owned") for e in forwards) or _casts(trace[:index]):
+            return None
+        if any(_MAY_CAST.search(text_of(r.node)) for e in forwards for r in e.regions):
+            return None
+        return self.finding(
+            script.where(block),
+            f"this region contains the backward and the step, which it does not change: `{forwards[-1].local.subject}` runs before it (line "
+            f"{script.where(forwards[-1].node).line}), in float32 unless it opens a region itself, and `{event.local.scaler}` scales its gradients",
+            instead="call the model and compute the loss inside the region, and the backward after it",
         )
 
     def _never_entered(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -261,6 +291,12 @@ def _calls_losses_only(script: Script, block: ast.With) -> bool:
         for c, name in zip(calls, names, strict=True)
     ]
     return any(is_loss) and all(a or b for a, b in zip(is_loss, is_tensor, strict=True))
+
+
+def _only_steps(block: ast.With) -> bool:
+    """Whether all that a block calls are steps of the loop after the loss, which autocast does not change."""
+    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    return all(getattr(call.func, "attr", key_of(call.func)) in _STEPS for call in calls)
 
 
 def _results(script: Script, forward: Event) -> set[str]:

@@ -272,7 +272,13 @@ def _settled_names(outline: Outline) -> set[str]:
         for name in (last_name(key_of(call.func)), *(k.arg for k in call.keywords if k.arg))
     }
     params = (p for f in outline.functions if f.name in called or f.cls in called for p in f.params)
-    return names | called | set(params)
+    # `use_amp, dtype = formats("fp16")`: what a function returns for the value.
+    results = (
+        last_name(key)
+        for key, bindings in outline.bindings.items()
+        if any(isinstance(b.value, ast.Call) and last_name(key_of(b.value.func)) in called for b in bindings)
+    )
+    return names | called | set(params) | set(results)
 
 
 def _is_plain(value: object) -> bool:

@@ -29,6 +29,7 @@ _BFLOAT = ("bf16", "bfloat16", "bf16-mixed")
 _FULL = ("no", "fp32", "float32", "none", "32", "32-true", "full", "off")
 _SIXTEEN_BIT = {*_HALF, *_BFLOAT}
 _ENGINES = {"fp16", "bf16", "no"}  # what an Accelerator accepts, whatever the file compares its setting with
+_FABRIC = {"16-mixed"}  # the one precision with which Fabric scales the loss
 _FLAG = regex(
     r"^(use_|enable_|is_|with_|no_|disable_)?(fp16|bf16|half|float16|bfloat16|amp|mixed_precision|mixed|autocast|half_precision)"
     r"(_enabled|_training|_train)?$"
@@ -76,7 +77,8 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     """The values of settings to check a file with, one setting at a time."""
     steps = not _TRAINS.isdisjoint(outline.calls) and "step" in outline.calls
     trains = steps or any(name.endswith("Trainer") for name in outline.calls)
-    if not trains or (_SIXTEEN_BIT.isdisjoint(outline.strings) and not any(map(_FLAG.search, outline.loads))):
+    names_format = not _SIXTEEN_BIT.isdisjoint(outline.strings) or any(map(_FLAG.search, outline.loads))
+    if not trains or not (names_format or "Fabric" in outline.calls):
         return []
     params = _open_parameters(outline)
     reader = _Reader(outline, params)
@@ -186,10 +188,11 @@ class _Reader:
             flags = [string for value in call.args for string in _strings(value)]
             choices = next((k.value for k in call.keywords if k.arg == "choices"), None)
             self._declare(flags[-1].lstrip("-").replace("-", "_") if flags else "", set(_strings(choices)))
-        elif name == "Accelerator":
+        elif name in {"Accelerator", "Fabric"}:
+            option, values = ("mixed_precision", _ENGINES) if name == "Accelerator" else ("precision", _FABRIC)
             for keyword in call.keywords:
-                if keyword.arg == "mixed_precision":
-                    self._add(keyword.value, around, _ENGINES)
+                if keyword.arg == option:
+                    self._add(keyword.value, around, values)
 
     def _declare(self, name: str, choices: set[str]) -> None:
         if name and choices:

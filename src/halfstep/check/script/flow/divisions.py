@@ -37,6 +37,7 @@ __all__ = [
     "names_in",
     "passed_to_loss",
     "undivided_end",
+    "updated_by",
 ]
 
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
@@ -291,3 +292,14 @@ def joins_cached(script: Script) -> bool:
         if any(f"{index} + 1" in after for index in before):
             return True
     return False
+
+
+def updated_by(statement: ast.stmt) -> tuple[str, bool]:
+    """The variable to which a statement adds a quotient, or which it divides, `total /= n`, and whether it is the second."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.op, (ast.Add, ast.Div)):
+        return key_of(statement.target), isinstance(statement.op, ast.Div)
+    value = statement.value if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and isinstance(statement, ast.Assign):
+        target = key_of(statement.targets[0])
+        return (target, True) if key_of(value.left) == target else ("", False)  # `total = total / n`
+    return "", False

@@ -156,13 +156,25 @@ def _last_layer(outline: Outline, name: str) -> bool:
         if isinstance(node, ast.Assign)
         for target in node.targets
     }
-    for value in map(_unshaped, returns):
+    for value in (_unshaped(_assigned_once(forward, value)) for value in map(_unshaped, returns)):
         layer = made.get(key_of(value.func)) if isinstance(value, ast.Call) else None
         if isinstance(layer, ast.Call) and outline.names.full(layer.func) == "torch.nn.Sequential" and layer.args:
             layer = layer.args[-1]
         if not isinstance(layer, ast.Call) or outline.names.full(layer.func) not in _LAYERS:
             return False
     return bool(returns)
+
+
+def _assigned_once(function: Function, value: ast.expr) -> ast.expr:
+    """What a returned variable is assigned, if that happens once: `logits = self.head(x)`, `return logits`."""
+    name = value.id if isinstance(value, ast.Name) else ""
+    stores = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name and not _is_load(n)]
+    assigns = [n for n in ast.walk(function.node) if isinstance(n, ast.Assign) and n.targets == stores]
+    return assigns[0].value if name and name not in function.params and len(assigns) == 1 else value
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
 
 
 def _unshaped(node: ast.expr) -> ast.expr:

@@ -209,7 +209,14 @@ def _classes_of(outline: Outline, func: ast.expr, function: Function) -> set[str
     if not key or key in outline.classes:
         return set()
     values = outline.values(key, function) or attribute_values(outline, key, function)
-    return {name for value in values for name in created_classes(outline, value)}
+    return {name for value in values for name in created_classes(outline, value) or _built(outline, value, function)}
+
+
+def _built(outline: Outline, value: ast.expr, function: Function) -> set[str]:
+    """The classes that a function of the file creates and returns: `criterion = make_loss(config)`."""
+    maker = outline.call_target(value, function) if isinstance(value, ast.Call) else None
+    returns = [n.value for n in statements_in(maker.node) if isinstance(n, ast.Return)] if maker is not None else []
+    return {name for result in returns if result is not None for name in created_classes(outline, result)}
 
 
 def attribute_values(outline: Outline, key: str, function: Function) -> list[ast.expr]:
