@@ -71,7 +71,6 @@ def test_one_choice_of_dtype_decides_the_weights_and_fp16(flags, condition):
     "flags",
     [
         ", fp16=dtype == torch.bfloat16",
-        ", fp16=torch.cuda.is_bf16_supported()",
         ", fp16=not opt.bf16",
         ", fp16=other == torch.float16",
         ", bf16=not torch.cuda.is_bf16_supported()",
@@ -80,6 +79,12 @@ def test_one_choice_of_dtype_decides_the_weights_and_fp16(flags, condition):
 def test_fp16_where_the_weights_are_not_float16_is_silent(flags):
     """Two choices that exclude each other, or that have nothing to do with each other."""
     assert codes(SCRIPT.format(adapters=OPTIONAL, flags=flags), "HS166") == []
+
+
+def test_fp16_where_the_weights_are_bfloat16_is_reported():
+    """The scaler has no kernel for bfloat16 gradients."""
+    (finding,) = findings(SCRIPT.format(adapters=OPTIONAL, flags=", fp16=torch.cuda.is_bf16_supported()"), "HS166")
+    assert finding.message.startswith("when `torch.cuda.is_bf16_supported()`")
 
 
 def test_a_variable_that_stands_for_the_choice_of_dtype():
