@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATING_LOOP", "MANUAL_LOOP", "PLAIN_LOOP", "SCALED_LOOP"]
+__all__ = ["ACCUMULATING_LOOP", "MANUAL_LOOP", "PLAIN_LOOP", "SCALED_LOOP", "TWO_OPTIMIZERS"]
 
 SCALED_LOOP = """\
 import torch
@@ -51,4 +51,15 @@ class Net(L.LightningModule):
 {change}        optimizer.step()
 {hook}
 trainer = L.Trainer(precision="16-mixed")
+"""
+TWO_OPTIMIZERS = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    scaler.scale(loss_g).backward()
+    scaler.scale(loss_d).backward()
+    scaler.unscale_(opt_g)
+    scaler.step(opt_g)
+    scaler.step(opt_d)
+    scaler.update()
 """

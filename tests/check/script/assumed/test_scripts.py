@@ -50,6 +50,8 @@ model.to(dtype_of(args.precision))
         ("if args.bf16:\n    a()\nelif args.fp16:\n    b()", True, "a()"),  # of bf16, which the file reads first
         ("match cfg.dtype:\n    case 'fp16':\n        a()\n    case _:\n        b()", "fp16", "a()"),
         ("def f():\n    if args.fp16:\n        return 1\n    return 2", True, "def f():\n    return 1"),
+        ("x = {'a': 1}.get(name, args.fp16)", True, "x = {'a': 1}.get(name, True)"),
+        ("x = args.fp16 and torch.float16", True, "x = torch.float16"),
         ("x = 0\nif args.fp16:\n    x = x + 1", True, "x = 0\nx = x + 1"),
     ],
 )

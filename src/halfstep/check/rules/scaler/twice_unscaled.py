@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from halfstep.check.examples import TWO_OPTIMIZERS
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
@@ -38,17 +39,6 @@ _WINDOW = (
         optimizer.zero_grad()
 """
 )
-_TWO = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for x, y in loader:
-    scaler.scale(loss_g).backward()
-    scaler.scale(loss_d).backward()
-    scaler.unscale_(opt_g)
-    scaler.step(opt_g)
-    scaler.step(opt_d)
-    scaler.update()
-"""
 _CLIPPED = """\
 from accelerate import Accelerator
 
@@ -62,7 +52,7 @@ for batch in loader:
 """
 
 
-_TWO_CLIPPED = """\
+TWO_OPTIMIZERS_CLIPPED = """\
 from accelerate import Accelerator
 
 accelerator = Accelerator(mixed_precision="fp16")
@@ -101,15 +91,15 @@ class DoubleUnscale(TraceRule):
         _CLIPPED.format(parts="unet.parameters(), 1.0").replace(
             "    accelerator.clip", "    accelerator.scaler.unscale_(optimizer)\n    accelerator.clip"
         ),
-        _TWO_CLIPPED.format(again=""),
+        TWO_OPTIMIZERS_CLIPPED.format(again=""),
     )
     good = (
         _START.format(divide="")
         + "    scaler.unscale_(optimizer)\n    log(model)\n    scaler.step(optimizer)\n    scaler.update()\n",
         _WINDOW,
-        _TWO,
+        TWO_OPTIMIZERS,
         _CLIPPED.format(parts="[*unet.parameters(), *text_encoder.parameters()], 1.0"),
-        _TWO_CLIPPED.format(again="    accelerator.backward(loss_b(a, b, x))\n"),
+        TWO_OPTIMIZERS_CLIPPED.format(again="    accelerator.backward(loss_b(a, b, x))\n"),
     )
     references = (
         "https://docs.pytorch.org/docs/stable/notes/amp_examples.html",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.examples import TWO_OPTIMIZERS
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
@@ -36,17 +37,6 @@ for i, (x, y) in enumerate(loader):
     with torch.autocast("cuda", dtype=torch.float16):
         loss = loss_fn(model(x), y)
     scaler.scale(loss).backward()
-"""
-_TWO = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for x, y in loader:
-    scaler.scale(loss_g).backward()
-    scaler.scale(loss_d).backward()
-    scaler.unscale_(opt_g)
-    scaler.step(opt_g)
-    scaler.step(opt_d)
-    scaler.update()
 """
 _FABRIC = """\
 import lightning as L
@@ -84,7 +74,7 @@ class UpdateBeforeStep(TraceRule):
     )
     good = (
         _START + "    scaler.step(optimizer)\n    scaler.update()\n",
-        _TWO,
+        TWO_OPTIMIZERS,
         _FABRIC.format(precision="16-mixed", between="    opt_g.step()\n", after=""),
         _FABRIC.format(precision="bf16-mixed", between="", after="    opt_g.step()\n"),
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_d).backward()\n"

@@ -34,17 +34,6 @@ _RIGHT = (
         optimizer.zero_grad()
 """
 )
-_TWO = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for x, y in loader:
-    scaler.scale(loss_g).backward()
-    scaler.scale(loss_d).backward()
-    scaler.unscale_(opt_g)
-    scaler.step(opt_g)
-    scaler.step(opt_d)
-    scaler.update()
-"""
 
 
 class UnscaleEveryMicroBatch(TraceRule):

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import ast
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 from halfstep.check.script.assumed.reads import Place, is_read
 from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
 from halfstep.check.script.syntax.constants import Constants
-from halfstep.check.script.syntax.evaluate import OPEN, value_of
+from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
+from halfstep.check.script.syntax.excluded import is_rejection
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Outline
 
 __all__ = ["Rejected", "fold"]
 
+Plain = str | bool | int | float | None
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_EXITS = {"exit", "_exit", "error", "abort"}
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -34,30 +35,25 @@ class Rejected(Exception):
     """The file raises for this value."""
 
 
-def fold(tree: ast.Module, outline: Outline, assumption: Assumption) -> bool:
-    """Decide what depends on the setting, in place; whether anything has changed."""
-    folder = _Folder(outline, assumption)
+def fold(tree: ast.Module, outline: Outline, assumption: Assumption, settled: set[ast.AST]) -> bool:
+    """Decide what depends on the setting, in place; whether anything has changed.
+
+    `settled` are the nodes that earlier rounds have decided, and receives those of this one.
+    """
+    folder = _Folder(outline, assumption, settled)
     folder.visit(tree)
     return folder.changed
 
 
-def _mark(node: ast.expr) -> ast.expr:
-    node.is_settled = True  # type: ignore[attr-defined]
-    return node
-
-
-def _is_marked(node: ast.AST | None) -> bool:
-    return getattr(node, "is_settled", False)
-
-
 class _Folder(ast.NodeTransformer):
-    def __init__(self, outline: Outline, assumption: Assumption) -> None:
+    def __init__(self, outline: Outline, assumption: Assumption, settled: set[ast.AST]) -> None:
         self.outline = outline
         self.assumption = assumption
         self.constants = Constants(outline)
         self.functions = {f.node: f for f in outline.functions}
         self.function = outline.module
-        self.settled = _settled_names(outline)
+        self.settled = settled
+        self.names = _settled_names(outline, settled)
         self.around: Place = ()
         self.changed = False
 
@@ -70,7 +66,7 @@ class _Folder(ast.NodeTransformer):
         if isinstance(node, ast.Match):
             return self._visit_match(node)
         if isinstance(node, ast.expr):
-            return node if _is_marked(node) else self._reduced(node)
+            return node if node in self.settled else self._reduced(node)
         self._tidy(node)
         return node
 
@@ -96,13 +92,12 @@ class _Folder(ast.NodeTransformer):
 
     def _chosen(self, node: ast.stmt, body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements of the branch that runs."""
-        if body and _ends(body[-1]):
+        if body and is_rejection(body[-1]):
             raise Rejected
         statements: list[ast.stmt] = []
         for statement in body:
             if isinstance(statement, ast.Assign):
-                _mark(statement.value)
-                statement.is_settled = True  # type: ignore[attr-defined]
+                self.settled |= {statement, statement.value}
             result = self.visit(statement)
             statements += result if isinstance(result, list) else [result] if result is not None else []
         return statements or [ast.copy_location(ast.Pass(), node)]
@@ -111,16 +106,11 @@ class _Folder(ast.NodeTransformer):
         subject = self._value(node.subject)
         if not self._is_settled(node.subject) or subject is OPEN:
             return node
-        for case in node.cases:
-            options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
-            values = [self._value(o.value) if isinstance(o, ast.MatchValue) else OPEN for o in options]
-            is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-            if case.guard is not None or (OPEN in values and not is_wildcard):
-                return node
-            if is_wildcard or subject in values:
-                self.changed = True
-                return self._chosen(node, case.body)
-        return node
+        case = chosen_case(node, subject, self._leaf)
+        if not isinstance(case, ast.match_case):
+            return node
+        self.changed = True
+        return self._chosen(node, case.body)
 
     def _tidy(self, node: ast.AST) -> None:
         """Drop what cannot run, and assignments that a decided branch replaces."""
@@ -133,24 +123,24 @@ class _Folder(ast.NodeTransformer):
                     del block[index + 1 :]
                     break
             for index in range(len(block) - 1, 0, -1):
-                if _is_marked(block[index]):
+                if block[index] in self.settled:
                     _drop_replaced(block, index)
 
     def _is_settled(self, node: ast.AST) -> bool:
         """Whether the value of an expression depends on the setting."""
-        if _is_marked(node):
+        if node in self.settled:
             return True
         if isinstance(node, (ast.Name, ast.Attribute)):
-            return self._may_be_settled(node) and _is_marked(self.constants.literal(node, self.function))
+            return self._may_be_settled(node) and self.constants.literal(node, self.function) in self.settled
         return any(self._is_settled(child) for child in ast.iter_child_nodes(node))
 
     def _may_be_settled(self, node: ast.Name | ast.Attribute) -> bool:
-        return (node.id if isinstance(node, ast.Name) else node.attr) in self.settled
+        return (node.id if isinstance(node, ast.Name) else node.attr) in self.names
 
     def _reduced(self, node: ast.expr) -> ast.expr:
         """A simpler expression with the same value."""
         value = self._assumed(node)
-        if value is not OPEN:
+        if _is_plain(value):
             return self._constant(value, node)
         if isinstance(node, ast.Call) and last_name(key_of(node.func)) == "Accelerator":
             return self._with_precision(node)
@@ -163,7 +153,7 @@ class _Folder(ast.NodeTransformer):
             if test is OPEN:
                 return node
             self.changed = True
-            return _mark(node.body if test else node.orelse)
+            return self._marked(node.body if test else node.orelse)
         if isinstance(node, ast.BoolOp):
             return self._joined(node)
         if isinstance(node, (ast.Subscript, ast.Call)) and self._has_settled_key(node):
@@ -208,7 +198,7 @@ class _Folder(ast.NodeTransformer):
         literal = self.constants.literal(node, self.function)
         if literal is None and is_key:
             literal = self._default(node)
-        if literal is None or literal is node or not (is_key or _is_marked(literal)):
+        if literal is None or literal is node or not (is_key or literal in self.settled):
             return node
         return self._constant(literal, node)
 
@@ -218,17 +208,22 @@ class _Folder(ast.NodeTransformer):
         if not isinstance(func, ast.Attribute) or func.attr != "get" or not isinstance(node, ast.Call):
             return None
         entries = self.constants.table(func.value, self.function)
-        if entries is None or len(node.args) != 2 or self._value(node.args[0]) in entries:
+        key = self._value(node.args[0])
+        if entries is None or len(node.args) != 2 or key is OPEN or key in entries:
             return None
         return self.constants.literal(node.args[1], self.function)
 
-    def _constant(self, value: object, old: ast.expr) -> ast.expr:
+    def _marked(self, node: ast.expr) -> ast.expr:
+        self.settled.add(node)
+        return node
+
+    def _constant(self, value: Plain | ast.expr, old: ast.expr) -> ast.expr:
         self.changed = True
-        new = copy.deepcopy(value) if isinstance(value, ast.expr) else ast.Constant(value)  # type: ignore[arg-type]
+        new = copy.deepcopy(value) if isinstance(value, ast.expr) else ast.Constant(value)
         for part in ast.walk(new):
             if isinstance(part, ast.expr):
                 ast.copy_location(part, old)
-        return _mark(new)
+        return self._marked(new)
 
     def _joined(self, node: ast.BoolOp) -> ast.expr:
         """`and` and `or` without the operands that the setting decides."""
@@ -239,12 +234,13 @@ class _Folder(ast.NodeTransformer):
             if value is OPEN:
                 left.append(part)
             elif bool(value) is not is_and:
-                return self._constant(value, node) if not left else self._constant(not is_and, node)
+                self.changed = True
+                return self._marked(part) if not left else self._constant(not is_and, node)
         if len(left) == len(node.values):
             return node
         self.changed = True
         if not left:
-            return self._constant(self._value(node.values[-1]), node)
+            return self._marked(node.values[-1])
         node.values = left
         return left[0] if len(left) == 1 else node
 
@@ -261,14 +257,14 @@ class _Folder(ast.NodeTransformer):
         return self._value(literal) if literal is not None and literal is not node else OPEN
 
 
-def _settled_names(outline: Outline) -> set[str]:
+def _settled_names(outline: Outline, settled: set[ast.AST]) -> set[str]:
     """The names of variables, attributes and parameters that may be what an earlier round has decided; all others stay."""
-    names = {last_name(key) for key, bindings in outline.bindings.items() if any(_is_marked(b.value) for b in bindings)}
+    names = {last_name(key) for key, bindings in outline.bindings.items() if any(b.value in settled for b in bindings)}
     calls = [s.call for sites in outline.calls.values() for s in sites]
     called = {
         name
         for call in calls
-        if any(_is_marked(value) for value in (*call.args, *(k.value for k in call.keywords)))
+        if any(value in settled for value in (*call.args, *(k.value for k in call.keywords)))
         for name in (last_name(key_of(call.func)), *(k.arg for k in call.keywords if k.arg))
     }
     params = (p for f in outline.functions if f.name in called or f.cls in called for p in f.params)
@@ -281,14 +277,8 @@ def _settled_names(outline: Outline) -> set[str]:
     return names | called | set(params) | set(results)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object) -> TypeGuard[Plain]:
     return value is None or isinstance(value, (str, bool, int, float))
-
-
-def _ends(statement: ast.stmt) -> bool:
-    """Whether a statement rejects what led to it."""
-    func = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-    return isinstance(statement, ast.Raise) or (func is not None and last_name(key_of(func)) in _EXITS)
 
 
 def _drop_replaced(block: list[ast.stmt], index: int) -> None:

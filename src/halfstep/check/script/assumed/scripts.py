@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.check.files.python import parse_python
@@ -34,9 +35,10 @@ def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> 
     tree = parse_python(text, script.source.path)
     make_plain(tree)
     outline = read_outline(tree, text, words)
+    settled: set[ast.AST] = set()
     for number in range(MAX_ROUNDS):
         try:
-            if not fold(tree, outline, assumption):
+            if not fold(tree, outline, assumption, settled):
                 if not number:
                     return None
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-__all__ = ["OPEN", "value_of"]
+__all__ = ["OPEN", "chosen_case", "value_of"]
 
 OPEN = object()  # the text does not decide it
 _CASES: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "strip": str.strip}
@@ -40,6 +40,19 @@ def value_of(node: ast.expr, leaf: Callable[[ast.expr], object]) -> object:
         return _compared(node.ops[0], value_of(node.left, leaf), value_of(node.comparators[0], leaf))
     value = _called(node, leaf) if isinstance(node, ast.Call) and not node.keywords else OPEN
     return leaf(node) if value is OPEN else value
+
+
+def chosen_case(statement: ast.Match, subject: object, leaf: Callable[[ast.expr], object]) -> object:
+    """The case of a `match` that fits a value; None if none does, OPEN if the text does not decide it."""
+    for case in statement.cases:
+        options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
+        values = [value_of(o.value, leaf) if isinstance(o, ast.MatchValue) else OPEN for o in options]
+        is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
+        if case.guard is not None or (OPEN in values and not is_wildcard):
+            return OPEN
+        if is_wildcard or subject in values:
+            return case
+    return None
 
 
 def _called(call: ast.Call, leaf: Callable[[ast.expr], object]) -> object:

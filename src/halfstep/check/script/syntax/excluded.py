@@ -14,7 +14,7 @@ from collections.abc import Collection
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Outline
 
-__all__ = ["is_excluded"]
+__all__ = ["is_excluded", "is_rejection"]
 
 _EXITS = {"exit", "_exit", "error", "abort"}  # sys.exit(...), parser.error(...)
 
@@ -38,7 +38,12 @@ def is_excluded(outline: Outline, setting: ast.expr, spellings: Collection[str])
 def _rejects(node: ast.If, name: str, spellings: Collection[str]) -> bool:
     """Whether the body of an `if` raises, and runs for a value."""
     test = node.test
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or _last_name(test.left) != name or not _raises(node):
+    if (
+        not isinstance(test, ast.Compare)
+        or len(test.ops) != 1
+        or _last_name(test.left) != name
+        or not is_rejection(node.body[-1])
+    ):
         return False
     operator, right = test.ops[0], test.comparators[0]
     if isinstance(operator, ast.Eq):
@@ -49,10 +54,10 @@ def _rejects(node: ast.If, name: str, spellings: Collection[str]) -> bool:
     return strings.isdisjoint(spellings) == isinstance(operator, ast.NotIn)
 
 
-def _raises(node: ast.If) -> bool:
-    last = node.body[-1]
-    func = last.value.func if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else None
-    return isinstance(last, ast.Raise) or (func is not None and _last_name(func) in _EXITS)
+def is_rejection(statement: ast.stmt) -> bool:
+    """Whether a statement raises, or ends the program."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(statement, ast.Raise) or (isinstance(call, ast.Call) and _last_name(call.func) in _EXITS)
 
 
 def _strings(node: ast.expr | None) -> set[str] | None:

@@ -14,7 +14,7 @@ import ast
 from functools import lru_cache
 
 from halfstep.check.script.syntax.children import statements_in
-from halfstep.check.script.syntax.evaluate import OPEN, value_of
+from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
 from halfstep.check.script.syntax.scope import Function, default_of
 
 __all__ = ["outcome"]
@@ -99,14 +99,9 @@ def _run(body: list[ast.stmt], known: Known) -> object:
 def _matched(statement: ast.Match, known: Known) -> object:
     """What the case returns that fits the subject."""
     subject = _value(statement.subject, known)
-    for case in statement.cases if subject is not OPEN else ():
-        options = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
-        values = [_value(o.value, known) if isinstance(o, ast.MatchValue) else OPEN for o in options]
-        is_wildcard = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-        if case.guard is not None or (OPEN in values and not is_wildcard):
-            return OPEN
-        if is_wildcard or subject in values:
-            return _run(case.body, known)
+    case = chosen_case(statement, subject, lambda leaf: _value(leaf, known)) if subject is not OPEN else None
+    if case is not None:
+        return _run(case.body, known) if isinstance(case, ast.match_case) else OPEN
     return None if subject is not OPEN or not _leaves(statement) else OPEN
 
 
