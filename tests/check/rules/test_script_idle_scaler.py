@@ -158,7 +158,8 @@ def test_a_schedule_is_no_step_of_the_optimizer(step, is_reported):
 
 SWITCHED = """\
 import torch
-def train(model, loader, optimizer, args):
+USE_AMP = True
+def train(model, loader, optimizer, args, use_amp, cfg):
     {create}
     for x, y in loader:
         optimizer.zero_grad()
@@ -173,8 +174,16 @@ def train(model, loader, optimizer, args):
 @pytest.mark.parametrize(
     ("create", "enabled", "expected"),
     [
-        ('scaler = torch.amp.GradScaler("cuda")', "args.use_amp", [3]),
-        ('scaler = torch.amp.GradScaler("cuda", enabled=True)', "bool(args.use_amp)", [3]),
+        ('scaler = torch.amp.GradScaler("cuda")', "args.use_amp", [4]),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=True)', "bool(args.use_amp)", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "use_amp", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "cfg['train']['amp']", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "cfg.get('amp', True)", [4]),
+        ('amp = bool(cfg.amp)\n    scaler = torch.amp.GradScaler("cuda")', "amp", [5]),
+        ('amp = torch.cuda.is_available()\n    scaler = torch.amp.GradScaler("cuda")', "amp", []),
+        ('args.amp = True\n    scaler = torch.amp.GradScaler("cuda")', "args.amp", []),
+        ('scaler = torch.amp.GradScaler("cuda")', "USE_AMP", []),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=use_amp)', "cfg.amp", []),
         ('scaler = torch.amp.GradScaler("cuda", enabled=args.use_amp)', "args.use_amp", []),
         ('scaler = torch.amp.GradScaler("cuda")', "args.device == 'cuda'", []),
         ('scaler = torch.amp.GradScaler("cuda")', "args.on_gpu", []),

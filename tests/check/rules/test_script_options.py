@@ -378,3 +378,37 @@ def test_a_field_that_is_parsed_from_a_file_or_the_command_line(first, use, dtyp
     """HS139: both ways fill the same variables, of which nothing reads the dtype."""
     text = PARSED.format(first=first, use=use, dtype=dtype)
     assert [f.line for f in findings(text, "HS139")] == expected
+
+
+NAMED = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", {option})
+args = parser.parse_args()
+{code}
+loss.backward()
+"""
+CHOICES = 'choices=["fp32", "bf16"], default="fp32"'
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "expected"),
+    [
+        (CHOICES, "if args.precision:\n    model.bfloat16()", [6]),
+        (CHOICES, "dtype = torch.bfloat16 if args.precision else torch.float32", [6]),
+        (CHOICES, "scaler = torch.amp.GradScaler('cuda', enabled=args.precision)", [6]),
+        (CHOICES, "if cfg.get('precision', 'bf16'):\n    model.bfloat16()", [6]),
+        (CHOICES, "if getattr(cfg, 'precision', 'fp16'):\n    model = model.to(torch.float16)", [6]),
+        (CHOICES, "if args.precision == 'bf16':\n    model.bfloat16()", []),
+        (CHOICES, "if args.precision:\n    model.to(dtypes[args.precision])", []),
+        (CHOICES, "if cfg.get('precision', None):\n    model.bfloat16()", []),
+        (CHOICES, "if cfg.get('precision', 'bf16'):\n    print('bf16')", []),
+        ('choices=["fp32", "bf16"]', "if args.precision:\n    model.bfloat16()", []),
+        ('choices=["fp16", "bf16"], default="bf16"', "if args.precision:\n    model.bfloat16()", []),
+        (CHOICES, "args.precision = args.precision == 'bf16'\nif args.precision:\n    model.bfloat16()", []),
+    ],
+)
+def test_the_name_of_a_format_is_no_flag(option, code, expected):
+    """HS133: every name is true, that of float32 too; a test of an option without a default asks whether it is set."""
+    assert [f.line for f in findings(NAMED.format(option=option, code=code), "HS133")] == expected

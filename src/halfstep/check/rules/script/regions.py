@@ -21,6 +21,7 @@ from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.settled import Setting, named_values
 
 __all__ = ["RULES"]
@@ -31,7 +32,11 @@ _SIXTEEN = regex(
 )
 _FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
-_OPTION = regex(r"(?:bool\()?((?:self\.)?\w*(?:args?|cfg|conf|config|opts?|options|hparams|flags|settings)\.[\w.]+)\)?")
+# A setting from outside: `args.use_amp`, `self.cfg["use_amp"]`, `config.get("use_amp", True)`.
+_OPTION = regex(
+    r"(self\.)?\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
+    r"(\.\w+|\[['\"]\w+['\"]\]|\.get\([^()]*\))+"
+)
 _COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
@@ -258,15 +263,32 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or _casts(trace):
             return None
         guards = (*event.guards, *opened.guards, *conditions_of(script.outline, scalers[0].node))
-        flags = {a.enabled for a in opened.regions[-1].autocasts}
-        option = _OPTION.fullmatch(next(iter(flags))) if len(flags) == 1 and not any(map(is_amp, guards)) else None
-        if option is None or not is_amp((option[1], True)):
+        switches = [_switch(a.node) for a in opened.regions[-1].autocasts]
+        options = {_option_of(script, node, opened.function) for node in switches if node is not None}
+        option = options.pop() if len(options) == 1 and None not in switches else ""
+        if not option or not is_amp((option, True)) or any(map(is_amp, guards)):
             return None
         return self.finding(
             script.where(scalers[0].node),
-            f"when `{option[1]}` is false, autocast is disabled ({script.at(opened.node)}) and this scaler is not: it scales a loss that is computed in float32",
-            instead=f"GradScaler(..., enabled={option[0]})",
+            f"when `{option}` is false, autocast is disabled ({script.at(opened.node)}) and this scaler is not: it scales a loss that is computed in float32",
+            instead=f"GradScaler(..., enabled={option})",
         )
+
+
+def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 3) -> str:
+    """The option that a flag is, as written, also through variables; "" for anything else, such as a constant of the file."""
+    while isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
+        node = node.args[0]
+    key, text = key_of(node), text_of(node)
+    if _OPTION.fullmatch(text) and not script.outline.bindings.get(key):
+        return text
+    if key in function.params:
+        passed = [value for value, _ in script.outline.passed(key, function)]
+        return key if not passed or any(constant(value) is ... for value in passed) else ""
+    bound = script.outline.lookup(key, function) if key.isidentifier() or key.startswith("self.") else []
+    if len(bound) != 1 or bound[0].value is None or bound[0].index is not None or not depth:
+        return ""
+    return key if _option_of(script, bound[0].value, bound[0].function, depth - 1) else ""
 
 
 def _switch(call: ast.Call) -> ast.expr | None:
