@@ -272,6 +272,7 @@ class ScalerWithoutAutocast(TraceRule):
             script.where(scalers[0].node),
             f"when `{option}` is false, autocast is disabled ({script.at(opened.node)}) and this scaler is not: it scales a loss that is computed in float32",
             instead=f"GradScaler(..., enabled={option})",
+            severity="advice",  # the gradients are right, after a pass over them that float32 does not need
         )
 
 
