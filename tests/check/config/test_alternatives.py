@@ -68,3 +68,25 @@ def test_a_literal_that_the_script_tests_for_is_replaced_by_it(text, expected):
     nodes = all_nodes(ast.parse(text))
     call = next(n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "use")
     assert [constant.value for constant in Alternatives(nodes).untested(call.args[0])] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("parser.add_argument('--p', choices=['a', 'b'])\nuse(args.p)", ["a", "b"]),
+        ("parser.add_argument('--p', choices=['a', 'b'])\nuse(args.p if args.p != 'a' else 'b')", []),
+        ("parser.add_argument('--p', choices=['a', 'b'])\nif args.p == 'a':\n    args.p = 'b'\nuse(args.p)", []),
+        ("use(cfg.p)\nif cfg.p == 'a':\n    x()\nelif cfg.p == 'b':\n    y()", ["a", "b"]),
+        ("use(cfg.p)\nif cfg.p == 'a':\n    x()\nelif cfg.p == 'b':\n    y()\nelse:\n    z()", []),
+        ("use(cfg.p)\nif cfg.p == 'a':\n    x()\nelse:\n    raise ValueError", ["a"]),
+        ("use(cfg.p)\nif cfg.p == 'a':\n    raise ValueError", []),
+        ("if cfg.p == 'a':\n    x()\nuse(cfg.p)", []),
+        ("use(cfg.p)\nif cfg.p == 'a' or cfg.p == 'b':\n    x()", []),
+        ("use(cfg.p)\nif other.p == 'a':\n    x()", []),
+    ],
+)
+def test_strings_that_the_script_is_written_for(text, expected):
+    """Choices that nothing replaces, and tests below the use that no other branch answers."""
+    nodes = all_nodes(ast.parse(text))
+    call = next(n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "use")
+    assert sorted(constant.value for constant in Alternatives(nodes).offered(call.args[0])) == expected

@@ -215,3 +215,60 @@ def test_an_engine_without_a_scale(precision):
     """Only 16-mixed scales the loss."""
     text = ENGINE.format(**FABRIC, engine=f'L.Fabric(precision="{precision}")', between="", after=STEP)
     assert reported(text, "HS108") == []
+
+
+PROJECTOR = """\
+import torch
+from mine import Projector
+
+def dtype_of(raw, *, default):
+    name = str(raw or "").strip().lower()
+    if not name:
+        return default
+    return {{"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}}.get(name, default)
+
+def main(cfg, loader, loss_fn):
+    in_8bit = {in_8bit}
+    model = Projector.from_pretrained(cfg.path, load_in_8bit=in_8bit)
+    compute = dtype_of(cfg.get("compute_dtype", "bf16"), default=torch.bfloat16)
+    weights = dtype_of(cfg.get("weights_dtype", {default}), default=compute)
+    if in_8bit:
+        model.move_to("cuda", dtype=weights)
+    else:
+        model.to(device="cuda", dtype=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scales = compute == torch.float16{test}
+    scaler = torch.amp.GradScaler("cuda", enabled=scales)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=compute):
+            loss = loss_fn(model(x), y)
+        if scales:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+OPTION = 'bool(cfg.get("load_in_8bit", False))'
+SAME = 'cfg.get("compute_dtype", "bf16")'
+
+
+def test_two_settings_of_which_one_follows_the_other():
+    """A table behind a function that two settings are passed to: float16 in both has no loss scale."""
+    text = PROJECTOR.format(in_8bit=OPTION, default=SAME, test=" and weights == torch.float32")
+    assert reported(text, "HS123") == [("error", "with compute_dtype='fp16'")]
+    assert reported(text, "HS161") == [("warning", "with weights_dtype='fp16'")]
+    assert [f.line for f in findings(text, "HS151")] == [18]
+
+
+def test_a_model_that_is_quantized_in_every_run_is_not_trained_in_its_dtype():
+    """The branch that casts it does not exist for any value."""
+    text = PROJECTOR.format(in_8bit=True, default=SAME, test=" and weights == torch.float32")
+    assert reported(text, "HS161") == []
+
+
+def test_a_loss_scale_for_every_float16_run():
+    """Without the second test, float16 is always scaled."""
+    assert reported(PROJECTOR.format(in_8bit=OPTION, default='"fp32"', test=""), "HS123") == []

@@ -154,3 +154,42 @@ def train(model, loader, optimizer):
 def test_a_schedule_is_no_step_of_the_optimizer(step, is_reported):
     """HS115: creating and advancing a schedule, and logging the learning rate, check no gradients."""
     assert bool(findings(UPDATING.format(step=step), "HS115")) == is_reported
+
+
+SWITCHED = """\
+import torch
+USE_AMP = True
+def train(model, loader, optimizer, args, use_amp, cfg):
+    {create}
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled={enabled}):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("create", "enabled", "expected"),
+    [
+        ('scaler = torch.amp.GradScaler("cuda")', "args.use_amp", [4]),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=True)', "bool(args.use_amp)", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "use_amp", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "cfg['train']['amp']", [4]),
+        ('scaler = torch.amp.GradScaler("cuda")', "cfg.get('amp', True)", [4]),
+        ('amp = bool(cfg.amp)\n    scaler = torch.amp.GradScaler("cuda")', "amp", [5]),
+        ('amp = torch.cuda.is_available()\n    scaler = torch.amp.GradScaler("cuda")', "amp", []),
+        ('args.amp = True\n    scaler = torch.amp.GradScaler("cuda")', "args.amp", []),
+        ('scaler = torch.amp.GradScaler("cuda")', "USE_AMP", []),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=use_amp)', "cfg.amp", []),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=args.use_amp)', "args.use_amp", []),
+        ('scaler = torch.amp.GradScaler("cuda")', "args.device == 'cuda'", []),
+        ('scaler = torch.amp.GradScaler("cuda")', "args.on_gpu", []),
+        ('scaler = torch.amp.GradScaler("cuda")', "True", []),
+    ],
+)
+def test_an_option_switches_the_region_and_not_the_scaler(create, enabled, expected):
+    """HS134 reports the scaler that stays enabled where everything runs in float32."""
+    assert [f.line for f in findings(SWITCHED.format(create=create, enabled=enabled), "HS134")] == expected

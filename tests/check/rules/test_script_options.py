@@ -340,3 +340,75 @@ for x, y in loader:
 def test_an_option_without_a_type_is_text(more, value, lines):
     """`--amp False` stores the text, which is true, unless the script converts or compares it."""
     assert [f.line for f in findings(UNTYPED.format(more=more, value=value), "HS133")] == lines
+
+
+PARSED = """\
+import sys
+from dataclasses import dataclass, field
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers.utils import send_example_telemetry
+
+@dataclass
+class Options:
+    name: str = "gpt2"
+    torch_dtype: str = field(default="auto")
+
+parser = HfArgumentParser((Options, TrainingArguments))
+if sys.argv[1].endswith(".json"):
+    {first}, training = parser.parse_json_file(sys.argv[1])
+else:
+    options, training = parser.parse_args_into_dataclasses()
+{use}
+model = AutoModelForCausalLM.from_pretrained(options.name, dtype={dtype})
+Trainer(model, args=training, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "use", "dtype", "expected"),
+    [
+        ("options", "", "torch.float32", [9]),
+        ("options", "send_example_telemetry('run', options)", "torch.float32", [9]),
+        ("options", "prepare(options)", "torch.float32", []),
+        ("options", "", "options.torch_dtype", []),
+        ("others", "", "torch.float32", []),
+    ],
+)
+def test_a_field_that_is_parsed_from_a_file_or_the_command_line(first, use, dtype, expected):
+    """HS139: both ways fill the same variables, of which nothing reads the dtype."""
+    text = PARSED.format(first=first, use=use, dtype=dtype)
+    assert [f.line for f in findings(text, "HS139")] == expected
+
+
+NAMED = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", {option})
+args = parser.parse_args()
+{code}
+loss.backward()
+"""
+CHOICES = 'choices=["fp32", "bf16"], default="fp32"'
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "expected"),
+    [
+        (CHOICES, "if args.precision:\n    model.bfloat16()", [6]),
+        (CHOICES, "dtype = torch.bfloat16 if args.precision else torch.float32", [6]),
+        (CHOICES, "scaler = torch.amp.GradScaler('cuda', enabled=args.precision)", [6]),
+        (CHOICES, "if cfg.get('precision', 'bf16'):\n    model.bfloat16()", [6]),
+        (CHOICES, "if getattr(cfg, 'precision', 'fp16'):\n    model = model.to(torch.float16)", [6]),
+        (CHOICES, "if args.precision == 'bf16':\n    model.bfloat16()", []),
+        (CHOICES, "if args.precision:\n    model.to(dtypes[args.precision])", []),
+        (CHOICES, "if cfg.get('precision', None):\n    model.bfloat16()", []),
+        (CHOICES, "if cfg.get('precision', 'bf16'):\n    print('bf16')", []),
+        ('choices=["fp32", "bf16"]', "if args.precision:\n    model.bfloat16()", []),
+        ('choices=["fp16", "bf16"], default="bf16"', "if args.precision:\n    model.bfloat16()", []),
+        (CHOICES, "args.precision = args.precision == 'bf16'\nif args.precision:\n    model.bfloat16()", []),
+    ],
+)
+def test_the_name_of_a_format_is_no_flag(option, code, expected):
+    """HS133: every name is true, that of float32 too; a test of an option without a default asks whether it is set."""
+    assert [f.line for f in findings(NAMED.format(option=option, code=code), "HS133")] == expected

@@ -55,3 +55,37 @@ def test_counting_skipped_steps_does_not_keep_the_schedule(test, advance, expect
 def test_a_flag_that_precedes_the_loop_is_a_setting(test, expected):
     """`step_per_batch`, unpacked before the loop, is the same for each batch unless the loop assigns it."""
     assert reported(LOOP.format(test=test, advance="if step_per_batch: scheduler.step()")) == expected
+
+
+ACCELERATED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision={precision})
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+{prepare}
+for x in loader:
+    accelerator.backward(model(x).loss)
+    optimizer.step()
+    {advance}
+    optimizer.zero_grad()
+"""
+PREPARE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+@pytest.mark.parametrize(
+    ("precision", "prepare", "advance", "expected"),
+    [
+        ('"fp16"', PREPARE, "scheduler.step()", [10]),
+        ('None if args.precision == "no" else args.precision', PREPARE, "scheduler.step()", [10]),
+        ('"bf16"', PREPARE, "scheduler.step()", []),
+        ('"fp16"', PREPARE, "if not accelerator.optimizer_step_was_skipped: scheduler.step()", []),
+        ('"fp16"', f"{PREPARE}\nscheduler = accelerator.prepare(scheduler)", "scheduler.step()", []),
+        ('"fp16"', "model, optimizer, scheduler = accelerator.prepare(*parts)", "scheduler.step()", []),
+        ('"fp16"', f"{PREPARE}\nscheduler = accelerator.prepare_scheduler(scheduler)", "scheduler.step()", []),
+        ('"fp16"', PREPARE, "schedule(optimizer)", []),
+    ],
+)
+def test_a_schedule_that_the_accelerator_does_not_know(precision, prepare, advance, expected):
+    """A scheduler that is prepared waits for the steps that are not skipped; another one does not."""
+    assert reported(ACCELERATED.format(precision=precision, prepare=prepare, advance=advance)) == expected

@@ -349,3 +349,32 @@ for it, x in enumerate(loader):
 def test_a_window_may_end_under_one_of_two_conditions(divide, expected):
     """HS180 reads `a or b` around the last backward of a window, with the others in the else branch."""
     assert reported(EXCLUSIVE.format(divide=divide)) == expected
+
+
+SIMULATED = """\
+import torch
+gradient_accumulation_steps = 5
+{scale}
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(9):
+    for micro_step in range(gradient_accumulation_steps):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(next(batches))
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("gradient_accumulation_steps *= 8", [9]),
+        ("grad_acc //= world_size", [9]),
+        ("for p in model.parameters():\n    p.grad /= 5", []),
+    ],
+)
+def test_a_number_of_steps_is_no_gradient(scale, expected):
+    """A window that is multiplied by the number of processes divides no gradients."""
+    assert [f.line for f in findings(SIMULATED.format(scale=scale), "HS180")] == expected

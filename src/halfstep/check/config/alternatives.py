@@ -29,6 +29,7 @@ class Alternatives:
         self.items: dict[str, list[ast.expr]] = {}  # a part of a variable, `options["precision"]` -> its values
         self.calls: dict[str, list[ast.Call]] = {}  # of a function by its name
         self.options: dict[str, list[ast.expr]] = {}  # of an argparse or click parser: name -> default
+        self.choices: dict[str, list[ast.expr]] = {}  # of a parser: name -> the values that it accepts
         self.fields: dict[str, list[ast.expr]] = {}  # of a class: name -> default
         for node in nodes:
             self._read(node)
@@ -71,8 +72,11 @@ class Alternatives:
         dest = keywords.get("dest")
         long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
         name = str(dest.value) if isinstance(dest, ast.Constant) else long.lstrip("-").replace("-", "_")
+        name = name.rpartition(".")[2]
         if "default" in keywords:
-            self.options.setdefault(name.rpartition(".")[2], []).append(keywords["default"])
+            self.options.setdefault(name, []).append(keywords["default"])
+        if isinstance(accepted := keywords.get("choices"), (ast.List, ast.Tuple)):
+            self.choices.setdefault(name, []).extend(accepted.elts)
 
     def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -90,6 +94,37 @@ class Alternatives:
         """
         inside = set(ast.walk(node))
         yield from (c for c in self.of(node) if c in inside or c.value not in self._tested)
+
+    def offered(self, node: ast.expr) -> Iterator[ast.Constant]:
+        """The other strings that the script is written for: choices of an option, and tests below a place that uses it as it is."""
+        key, last = key_of(node), key_of(node).rpartition(".")[2]
+        if not key or any(name == key for name, _ in self.values.get(last, ())):
+            return
+        for choice in self.choices.get(last, ()) if isinstance(node, ast.Attribute) else ():
+            if isinstance(choice, ast.Constant) and isinstance(choice.value, str) and choice.value not in self._tested:
+                yield choice
+        for test, name, value in self._tests:
+            if name == key and test.lineno > node.lineno and not isinstance(test.body[-1], (ast.Raise, ast.Return)):
+                yield value
+
+    @cached_property
+    def _tests(self) -> list[tuple[ast.If, str, ast.Constant]]:
+        """`if setting == "value":` in chains of which no branch is for all other values."""
+        ifs = [n for n in self.nodes if isinstance(n, ast.If)]
+        chains = {n: n.orelse[0] for n in ifs if len(n.orelse) == 1 and isinstance(n.orelse[0], ast.If)}
+        closed: set[ast.AST] = {n for n in ifs if n.orelse and n not in chains}
+        closed -= {n for n in ifs if n.orelse and isinstance(n.orelse[-1], ast.Raise)}
+        for test in reversed(ifs):  # inner ones are last
+            if test in chains and chains[test] in closed:
+                closed.add(test)
+        tests = []
+        for test in ifs:
+            compared = test.test if isinstance(test.test, ast.Compare) and test not in closed else None
+            value = compared.comparators[0] if compared is not None and len(compared.ops) == 1 else None
+            is_string = isinstance(value, ast.Constant) and isinstance(value.value, str)
+            if compared is not None and isinstance(value, ast.Constant) and is_string:
+                tests += [(test, key_of(compared.left), value)] if isinstance(compared.ops[0], ast.Eq) else []
+        return tests
 
     @cached_property
     def _tested(self) -> set[object]:

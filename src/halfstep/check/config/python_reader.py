@@ -195,7 +195,12 @@ class _Finder:
                 yield self._config("lightning", root, last)
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
             precision = next((k.value for k in call.keywords if k.arg == "mixed_precision"), None)
-            yield from self._each(self._keywords("accelerate", call, last), "mixed_precision", precision)
+            config = self._keywords("accelerate", call, last)
+            yield from self._each(config, "mixed_precision", precision)
+            for literal in self.alternatives.offered(precision) if precision is not None else ():
+                node = self.literals.node(literal)
+                root = replace(config.root, entries=(Entry("mixed_precision", node.span, node),))
+                yield replace(config, root=root, assembled=True)
         elif full.startswith("halfstep.") and last == "Engine":
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:

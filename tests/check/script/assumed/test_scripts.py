@@ -79,6 +79,23 @@ def test_methods_read_the_setting_through_the_attribute_it_is_stored_in():
     assert "self.scaler = GradScaler()" in settled(text, True)
 
 
+def test_a_setting_follows_the_one_that_is_its_default():
+    """Where only the first one is set, both have its value."""
+    text = """\
+        def dtype_of(name, default):
+            name = str(name or "").lower()
+            if not name:
+                return default
+            return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(name, default)
+        compute = dtype_of(cfg.get("compute", "bf16"), torch.bfloat16)
+        weights = dtype_of(cfg.get("weights", cfg.get("compute", "bf16")), torch.bfloat16)
+        scaler = GradScaler(enabled=compute == torch.float16 and weights == torch.float32)
+        """
+    script = settled(text, "fp16")
+    assert script.endswith("weights = torch.float16\nscaler = GradScaler(enabled=False)")
+    assert "compute = torch.float16" in script
+
+
 def test_constants_of_the_file_stay():
     """Whoever writes `USE_AMP = False` may turn it on."""
     text = "USE_AMP = False\nif USE_AMP:\n    a()\nif args.fp16:\n    b()"

@@ -36,6 +36,18 @@ STRINGS = ["dtype='fp16'", "dtype='bf16'"]
         ("def train(dtype):\n    if dtype == 'fp16' or dtype == 'bf16': pass", STRINGS),
         ("def train(dtype):\n    if dtype in ['fp16', 'bf16']: pass\ntrain(args.dtype)", STRINGS),
         ("def f(name):\n    if name in ['fp16', 'bf16']: pass\nf(args.dtype)", STRINGS),
+        (
+            "def f(name):\n    name = str(name or '').strip()\n    if name in ['fp16', 'bf16']: pass\nf(args.dtype)",
+            STRINGS,
+        ),
+        (
+            "def f(raw):\n    name = str(raw or '').strip()\n    if name in ['fp16', 'bf16']: pass\nf(args.dtype)",
+            STRINGS,
+        ),
+        (
+            "def f(name):\n    return {'fp16': torch.half}[name]\nf(args.dtype)\nf(args.precision)",
+            ["dtype='fp16'", "precision='fp16'"],
+        ),
         ("x = getattr(torch, args.dtype)", ["dtype='float16'", "dtype='bfloat16'", "dtype='float32'"]),
         (
             "parser.add_argument('--dtype', choices=['no', 'bf16'])\nx = args.dtype == 'fp16'",

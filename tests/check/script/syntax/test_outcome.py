@@ -39,6 +39,9 @@ def result(body: str, arguments: str) -> str:
         ("if half and name is not None:\n    return a\nreturn b", "None", "b"),
         ("if ready():\n    log()\nreturn a", "x", "a"),
         ("with lock:\n    return a", "x", "a"),
+        ("name = str(name or '').lower()\nif not name:\n    return a\nreturn table[name]", "'FP16'", "table['fp16']"),
+        ("name = str(name or '').lower()\nif not name:\n    return a\nreturn table[name]", "None", "a"),
+        ("key = name\nif half:\n    key = 'fp16'\nreturn table[key]", "'fp32'", "table['fp16']"),
     ],
 )
 def test_tests_of_literals_are_decided(body, arguments, expected):
@@ -53,6 +56,9 @@ def test_tests_of_literals_are_decided(body, arguments, expected):
         ("if ready():\n    return a\nreturn b", "'fp16'"),
         ("name = read()\nif name == 'fp16':\n    return a\nreturn b", "'fp16'"),
         ("for x in y:\n    return a\nreturn b", "'fp16'"),
+        ("if ready():\n    name = 'bf16'\nif name == 'fp16':\n    return a\nreturn b", "'fp16'"),
+        ("with read() as name:\n    if name == 'fp16':\n        return a\nreturn b", "'fp16'"),
+        ("if (name or other) == 'fp16':\n    return a\nreturn b", "x"),
         ("match name:\n    case [x]:\n        return a\n    case _:\n        return b", "'fp16'"),
         ("raise ValueError(name)", "'fp16'"),
         ("yield a", "'fp16'"),

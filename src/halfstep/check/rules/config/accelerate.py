@@ -50,6 +50,8 @@ class UnknownMixedPrecision(ConfigRule):
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=True)\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: 16\nnum_processes: 8\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='bf16' if args.bf16 else 'fp32')\n",
+        "from accelerate import Accelerator\n\nparser.add_argument('--precision', choices=['fp32', 'bf16'], default='bf16')\n"
+        "args = parser.parse_args()\naccelerator = Accelerator(mixed_precision=args.precision)\n",
     )
     good = (
         'compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: "fp16"\nnum_processes: 8\n',
@@ -78,7 +80,7 @@ class UnknownMixedPrecision(ConfigRule):
             )
             yield self.finding(
                 config.where(entry),
-                f"`mixed_precision` is {value!r}; Accelerate accepts only {', '.join(_MODES)}.",
+                f"`mixed_precision` {'may be' if config.assembled else 'is'} {value!r}; Accelerate accepts only {', '.join(_MODES)}.",
                 instead=f"Set it to {literal(config, mode or 'bf16')}.",
                 fix=fix,
             )

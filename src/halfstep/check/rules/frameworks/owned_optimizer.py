@@ -22,8 +22,7 @@ from halfstep.check.script.objects.engines import (
     prepared_for,
     scaling_accelerator,
 )
-from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.formats import may_be_none
+from halfstep.check.script.objects.expressions import arguments_of, may_be_none
 from halfstep.check.script.objects.owners import list_of, prepared_if
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of

@@ -12,13 +12,20 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_statements
+from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.names import chain, key_of
 
 __all__ = ["PRECISION_OPTION", "RULES"]
 
 PRECISION_OPTION = regex(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
+_NAMED = (
+    f"import torch\n{_HEAD}parser.add_argument('--mixed_precision', default='no', choices=['no', 'bf16'])\nargs = parser.parse_args()\n"
+    "with torch.autocast('cuda', dtype=torch.bfloat16, enabled={test}):\n    loss = model(x).mean()\n"
+)
+_FORMAT_OPTION = regex(r"^((torch|model|compute|train|training|amp|mixed)_)?(precision|dtype)$")
+_FORMATS = {"fp16", "float16", "half", "bf16", "bfloat16"}
+_FULL = {"no", "none", "off", "fp32", "float32", "32", "full"}
 _BOOL = regex(r"bool|lambda (\w+): bool\(\1\)")
 _TRAINS = regex(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
 _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
@@ -33,17 +40,20 @@ class BooleanOption(ScriptRule):
     reason = (
         "argparse calls the type with the text of the option, and `bool` of any non-empty text is True: `--fp16 False` and `--fp16 0` "
         "both turn fp16 on, silently. `action='store_true'` with `default=True` is True with and without the option. A run that is "
-        "meant to be in float32 is not, and `--fp16` next to a bf16 that is always on requests both."
+        "meant to be in float32 is not, and `--fp16` next to a bf16 that is always on requests both. An option that names a format "
+        "cannot be tested like a flag either: 'no' and 'float32' are true."
     )
     bad = (
         f"{_HEAD}parser.add_argument('--fp16', type=bool, default=False)\n",
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n",
         f"USE_BF16 = True\n{_HEAD}parser.add_argument('--bf16', action='store_true', default=USE_BF16)\n",
+        _NAMED.format(test="args.mixed_precision"),
     )
     good = (
         f"{_HEAD}parser.add_argument('--fp16', action='store_true')\n",
         f"{_HEAD}parser.add_argument('--fp16', action=argparse.BooleanOptionalAction)\n",
         f"{_HEAD}parser.add_argument('--shuffle', type=bool, default=False)\n",
+        _NAMED.format(test="args.mixed_precision != 'no'"),
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n"
         "parser.add_argument('--no-bf16', dest='bf16', action='store_false')\n",
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n"
@@ -101,12 +111,75 @@ class BooleanOption(ScriptRule):
                     f"`{flag} False` is the text 'False', which is true: the option has no type",
                     instead="action=argparse.BooleanOptionalAction, or action='store_true'",
                 )
+        yield from self._tested_names(script, options)
         for call, name in _parsed_by_hand(script):
             yield self.finding(
                 script.where(call),
                 f"`{name}` is True with and without the option: the default is True, and the options that are read set nothing else",
                 instead=f"read a `--no-{name}` as well, or let argparse do it with BooleanOptionalAction",
             )
+
+    def _tested_names(self, script: Script, options: Options) -> Iterator[Finding]:
+        """Options that name a format and are tested like flags: "no" and "float32" are true as well."""
+        for test, decided in _truth_tests(script):
+            name, default = _setting(test)
+            is_changed = any(key.rpartition(".")[2] == name for key in script.outline.bindings if "." in key)
+            # `if args.dtype: model.to(getattr(torch, args.dtype))` asks whether the option is set.
+            is_read = any(getattr(n, "attr", None) == name or constant(n) == name for n in decided)
+            if not _FORMAT_OPTION.search(name.lower()) or is_changed or is_read:
+                continue
+            call = next((c for c, _, n in options.declared if n == name and isinstance(test, ast.Attribute)), None)
+            if call is not None and (full := _full_precision(call)):
+                yield self.finding(
+                    script.where(test),
+                    f"`{text_of(test)}` is the name of a format, and {full!r} is true like every other",
+                    instead=f"{text_of(test)} != {full!r}",
+                )
+            elif default in _FORMATS and (cast := next(filter(_casts_down, decided), None)) is not None:
+                yield self.finding(
+                    script.where(test),
+                    f"`{text_of(test)}` is the name of a format, and every name is true: `{text_of(cast)}` ({script.at(cast)}) runs for all of them",
+                    instead=f"{text_of(test)} == {default!r}",
+                )
+
+
+def _full_precision(option: ast.Call) -> str:
+    """The choice of an option that stands for float32, if its default is a choice as well; "" if there is none."""
+    choices = [constant(c) for c in getattr(argument(option, None, "choices"), "elts", ())]
+    is_named = constant(argument(option, None, "default")) in choices and argument(option, None, "type") is None
+    return next((c for c in choices if isinstance(c, str) and c.lower() in _FULL), "") if is_named else ""
+
+
+def _truth_tests(script: Script) -> Iterator[tuple[ast.expr, list[ast.AST]]]:
+    """What an `if`, a conditional expression or `enabled=` asks to be true, with the nodes that depend on it."""
+    for node in all_nodes(script.tree):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            body = node.body if isinstance(node, ast.If) else [node.body]
+            yield node.test, [n for part in body for n in ast.walk(part)]
+        elif isinstance(node, ast.Call) and key_of(node.func).rpartition(".")[2] in {"autocast", "GradScaler"}:
+            others = [n for k in node.keywords if k.arg != "enabled" for n in ast.walk(k.value)]
+            yield from ((k.value, others) for k in node.keywords if k.arg == "enabled")
+
+
+def _setting(test: ast.expr) -> tuple[str, object]:
+    """The name of the setting that an expression reads, `args.dtype` or `cfg.get("dtype", "fp16")`, and its default there."""
+    if isinstance(test, ast.Attribute):
+        return test.attr, None
+    last = key_of(test.func).rpartition(".")[2] if isinstance(test, ast.Call) else ""
+    if not isinstance(test, ast.Call) or (last, len(test.args)) not in {("get", 2), ("getattr", 3)}:
+        return "", None
+    return str(constant(test.args[-2])), constant(test.args[-1])
+
+
+def _casts_down(node: ast.AST) -> bool:
+    """Whether a node casts something to a 16-bit format: `model.half()`, `model.to(torch.bfloat16)`."""
+    name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+    dtypes = (
+        {text_of(a) for a in (*node.args, *(k.value for k in node.keywords))} if isinstance(node, ast.Call) else set()
+    )
+    return (name in {"half", "bfloat16"} and not dtypes) or (
+        name == "to" and bool(dtypes & {"torch.float16", "torch.half", "torch.bfloat16"})
+    )
 
 
 def _is_text(script: Script, call: ast.Call, name: str) -> bool:

@@ -14,9 +14,9 @@ from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, is_amp, scalers_at, switched_off
 from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.forwards import idle_regions, is_configured
+from halfstep.check.script.objects.forwards import idle_regions, is_configured, is_created_plain
 from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -31,16 +31,12 @@ _SIXTEEN = regex(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
-_LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
-_WRAPPERS = (
-    "torch.nn.DataParallel",
-    "torch.nn.parallel.",
-    "torch.compile",
-    "torch.nn.SyncBatchNorm.",
-    "torch.distributed.fsdp.",
-)
-_MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
+# A setting from outside: `args.use_amp`, `self.cfg["use_amp"]`, `config.get("use_amp", True)`.
+_OPTION = regex(
+    r"(self\.)?\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
+    r"(\.\w+|\[['\"]\w+['\"]\]|\.get\([^()]*\))+"
+)
 _COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
@@ -102,6 +98,7 @@ class ScalerWithoutAutocast(TraceRule):
                 or self._never_entered(script, trace, index)
                 or self._for_evaluation(script, trace, index)
                 or self._by_other_test(script, trace, index)
+                or self._always_enabled(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
@@ -109,7 +106,7 @@ class ScalerWithoutAutocast(TraceRule):
             return None
         if any(_MAY_CAST.search(text_of(r.node)) for e in forwards for r in e.regions):
             return None  # `with settings.ctx:`, which another file sets
-        is_plain = all(self._is_plain(script, e.subject, e.function) for e in forwards)
+        is_plain = all(is_created_plain(script, e.subject, e.function) for e in forwards)
         # A flag that switches the scaler, and that the model does not receive, switches no region of the model.
         is_switched = all(s.enabled != "yes" for s in scalers)
         is_told = not is_switched or any(is_configured(script, e.subject, e.function) for e in forwards)
@@ -259,10 +256,40 @@ class ScalerWithoutAutocast(TraceRule):
                     )
         return None
 
-    @staticmethod
-    def _is_plain(script: Script, key: str, function: object) -> bool:
-        """Whether a model is of a class of this file, or of a library whose models open no region."""
-        return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+    def _always_enabled(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a scaler that is enabled in every run, with a region that an option switches."""
+        event, scalers = trace[index], scalers_at(script, trace[index])
+        opened = region_of_loss(script, trace, index) if len(scalers) == 1 and scalers[0].enabled == "yes" else None
+        if opened is None or _casts(trace):
+            return None
+        guards = (*event.guards, *opened.guards, *conditions_of(script.outline, scalers[0].node))
+        switches = [_switch(a.node) for a in opened.regions[-1].autocasts]
+        options = {_option_of(script, node, opened.function) for node in switches if node is not None}
+        option = options.pop() if len(options) == 1 and None not in switches else ""
+        if not option or not is_amp((option, True)) or any(map(is_amp, guards)):
+            return None
+        return self.finding(
+            script.where(scalers[0].node),
+            f"when `{option}` is false, autocast is disabled ({script.at(opened.node)}) and this scaler is not: it scales a loss that is computed in float32",
+            instead=f"GradScaler(..., enabled={option})",
+            severity="advice",  # the gradients are right, after a pass over them that float32 does not need
+        )
+
+
+def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 3) -> str:
+    """The option that a flag is, as written, also through variables; "" for anything else, such as a constant of the file."""
+    while isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
+        node = node.args[0]
+    key, text = key_of(node), text_of(node)
+    if _OPTION.fullmatch(text) and not script.outline.bindings.get(key):
+        return text
+    if key in function.params:
+        passed = [value for value, _ in script.outline.passed(key, function)]
+        return key if not passed or any(constant(value) is ... for value in passed) else ""
+    bound = script.outline.lookup(key, function) if key.isidentifier() or key.startswith("self.") else []
+    if len(bound) != 1 or bound[0].value is None or bound[0].index is not None or not depth:
+        return ""
+    return key if _option_of(script, bound[0].value, bound[0].function, depth - 1) else ""
 
 
 def _switch(call: ast.Call) -> ast.expr | None:
@@ -352,44 +379,6 @@ def _mentions_16_bits(script: Script) -> bool:
             for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                 lines[number] = "" if number < len(lines) else lines[number]
     return bool(_SIXTEEN.search("\n".join(lines)))
-
-
-def _is_created_plain(script: Script, key: str, function: Function, depth: int = 3) -> bool:
-    """Whether everything that a variable may be is a model of this file or of such a library."""
-    values = script.outline.values(key, function)
-    created = [v for v in values if isinstance(v, ast.Call) and not _is_wrapped(script, v, key)]
-    if not created or any(not isinstance(v, ast.Call) for v in values):
-        return False
-    return all(_creates_plain(script, call, function, depth) for call in created)
-
-
-def _is_wrapped(script: Script, call: ast.Call, key: str) -> bool:
-    """Whether a call returns the model `key` itself, or a wrapper around it: `model.cuda()`, `DistributedDataParallel(model)`."""
-    node: ast.expr | None = call
-    while isinstance(node, ast.Call):
-        if script.outline.names.full(node.func).startswith(_WRAPPERS):
-            node = node.args[0] if node.args else None
-        else:
-            is_moved = isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES
-            node = node.func.value if is_moved and isinstance(node.func, ast.Attribute) else None
-    return node is not None and key_of(node) == key
-
-
-def _creates_plain(script: Script, call: ast.expr | None, function: Function, depth: int) -> bool:
-    """Whether a call creates a model of this file or of such a library, perhaps inside DataParallel."""
-    while isinstance(call, ast.Call):
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
-            call = call.func.value  # Net().cuda()
-            continue
-        full = script.outline.names.full(call.func)
-        if not full.startswith(_WRAPPERS):
-            if isinstance(call.func, ast.Attribute) and call.func.attr in _MOVES:
-                call = call.func.value
-                break
-            return key_of(call.func) in script.outline.classes or full.startswith(_LIBRARIES)
-        call = call.args[0] if call.args else None
-    key = key_of(call) if call is not None else ""
-    return bool(key) and depth > 0 and _is_created_plain(script, key, function, depth - 1)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerWithoutAutocast,)

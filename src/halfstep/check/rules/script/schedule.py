@@ -13,14 +13,16 @@ from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
+from halfstep.check.script.flow.skipped import reads_scale
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import length_of, targets_of
-from halfstep.check.script.objects.engines import engines_of
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import last_name_of
 
 __all__ = ["RULES"]
 
@@ -43,7 +45,6 @@ _IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
-_PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
@@ -215,8 +216,10 @@ class SchedulerIgnoresSkips(TraceRule):
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(script, event) or engines_of(script) or _reads_scale(script):
+        if not self._counts(script, event) or reads_scale(script):
             return None
+        if engines_of(script):
+            return self._unprepared(script, trace, index)
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
         if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
@@ -236,6 +239,26 @@ class SchedulerIgnoresSkips(TraceRule):
             script.where(event.node),
             f"`{call}()` also runs when `{scaler}` skips the optimizer step",
             instead=f"call {call}() only if {scaler}.get_scale() did not decrease",
+        )
+
+    def _unprepared(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a schedule that an Accelerator does not know, next to the step of an optimizer that it prepares."""
+        event, engine = trace[index], scaling_accelerator(script)
+        created = [v for v in script.outline.values(event.subject, event.function) if isinstance(v, ast.Call)]
+        names = [last_name_of(call.func) for call in created]
+        if engine is None or not event.loops or not names or not all(map(_SCHEDULE.search, names)):
+            return None
+        prepared = prepared_for(script, ACCELERATE, event)
+        if not prepared.is_complete or last_name(event.subject) in prepared.names or _asks_engine(script):
+            return None
+        steps = [e for e in trace[:index] if e.kind == "opt_step" and last_name(e.optimizer) in prepared.names]
+        steps = [e for e in steps if e.loops == event.loops and compatible(e, event)]
+        if not any(self._in_each_pass(script, _without_alternatives(trace, event), e) for e in steps):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"in fp16, `{event.local.subject}.step()` also runs when `{engine.key}` skips the optimizer step: it was not passed to `{engine.key}.prepare`",
+            instead=f"call it only if not {engine.key}.optimizer_step_was_skipped, or prepare the scheduler, which then counts the steps of all processes",
         )
 
     @staticmethod
@@ -260,6 +283,12 @@ class SchedulerIgnoresSkips(TraceRule):
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
         )
+
+
+def _asks_engine(script: Script) -> bool:
+    """Whether the script asks whether a step was skipped, or prepares a schedule by itself."""
+    asks = {"optimizer_step_was_skipped", "step_was_skipped"} & script.outline.loads.keys()
+    return bool(asks) or "prepare_scheduler" in script.outline.calls
 
 
 def _is_position(script: Script, event: Event, value: ast.expr) -> bool:
@@ -337,55 +366,6 @@ def _is_none(script: Script, step: Event) -> bool:
     """Whether a scaler is None wherever the file assigns it."""
     bindings = script.outline.bindings.get(step.scaler, ())
     return bool(bindings) and all(b.index is None and constant(b.value) is None for b in bindings)
-
-
-def _reads_scale(script: Script) -> bool:
-    """Whether the script compares the scale, or the optimizer's count of steps, by which a skipped step is recognised.
-
-    Printing the scale is no comparison, and counting the skipped steps does not keep the schedule from advancing.
-    """
-    if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
-        return True
-    calls = [e.node for e in script.events("get_scale")]
-    alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
-    if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
-        return True
-    assigned = [s for call in calls if isinstance(s := script.statement(call), ast.Assign)]
-    keys = {key_of(target) for s in assigned for target in s.targets}
-    if "" in keys:
-        return True
-    compared = [c for c in ast.walk(script.tree) if isinstance(c, ast.Compare)] if calls else []
-    return any(_reads(c, keys) and not _is_counted(script, c) for c in compared)
-
-
-def _reads(compared: ast.Compare, keys: set[str]) -> bool:
-    """Whether a comparison is with the scale, or with a variable that has its value."""
-    return any(
-        (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
-        or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
-        for n in ast.walk(compared)
-    )
-
-
-def _is_counted(script: Script, compared: ast.Compare) -> bool:
-    """Whether a comparison only counts or prints skipped steps: `if scaler.get_scale() < before: num_skipped += 1`."""
-    statement = script.statement(compared)
-    tests = [statement]
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        flag = statement.targets[0].id
-        function = next((n for n in script.above(statement) if isinstance(n, ast.FunctionDef)), script.tree)
-        read = [
-            n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]
-        ]
-        tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
-    blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
-    return all(isinstance(s, ast.AugAssign) or _is_print(s) for block in blocks for s in block)
-
-
-def _is_print(statement: ast.stmt | None) -> bool:
-    """Whether a statement prints or logs something."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

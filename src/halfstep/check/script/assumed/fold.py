@@ -15,7 +15,7 @@ import ast
 import copy
 from typing import Any, TypeGuard
 
-from halfstep.check.script.assumed.reads import Place, is_read
+from halfstep.check.script.assumed.reads import Place, fallback, is_read
 from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
 from halfstep.check.script.syntax.constants import Constants
 from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
@@ -146,6 +146,9 @@ class _Folder(ast.NodeTransformer):
             return self._with_precision(node)
         if isinstance(node, ast.Call) and self.outline.names.full(node.func) == "torch.cuda.is_available":
             return self._constant(True, node)
+        if (default := fallback(node)) is not None and default in self.settled:
+            self.changed = True
+            return default  # a setting that follows the one that is assumed, unless it is set too
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._literal(node) if isinstance(node.ctx, ast.Load) and self._may_be_settled(node) else node
         if isinstance(node, ast.IfExp):

@@ -175,8 +175,9 @@ class _Reader:
             self._declare(node.target.id, _literals(node.annotation))
         elif isinstance(node, ast.Call):
             self._read_call(node, around)
-        if isinstance(node, ast.expr) and (name := self._named(node, around)) and _FLAG.search(name):
-            self.shown.setdefault(name, _Shown()).is_flag = True
+        for name in self._named(node, around) if isinstance(node, ast.expr) else ():
+            if _FLAG.search(name):
+                self.shown.setdefault(name, _Shown()).is_flag = True
 
     def _read_call(self, call: ast.Call, around: Place) -> None:
         name = last_name(key_of(call.func)) or getattr(call.func, "attr", "")
@@ -199,24 +200,26 @@ class _Reader:
             self.shown.setdefault(name, _Shown()).choices = choices
 
     def _add(self, node: ast.expr, around: Place, strings: set[str]) -> None:
-        if strings and (name := self._named(node, around)):
+        for name in self._named(node, around) if strings else ():
             self.shown.setdefault(name, _Shown()).strings |= strings
 
-    def _named(self, node: ast.expr | None, around: Place, depth: int = 3) -> str:
-        """The setting that an expression reads, also through a variable that is assigned once."""
+    def _named(self, node: ast.expr | None, around: Place, depth: int = 3) -> tuple[str, ...]:
+        """The setting that an expression reads, also through a variable that is assigned once; those that the calls of a function pass."""
         node = without_case(node)
         name = read_name(node)
-        if not name or node is None or is_read(node, name, around, self.params):
-            return name
+        if not name or node is None:
+            return ()
+        if is_read(node, name, around, self.params):
+            return (name,)
         key = key_of(node)
         functions = (self.functions.get(line) for line in around)
         receiver = next((f for f in functions if f is not None and key in f.params), None)
         if receiver is not None and depth:
-            passed = {self._named(value, _place(f), depth - 1) for value, f in self.outline.passed(key, receiver)}
-            return passed.pop() if len(passed) == 1 else ""
+            passed = [self._named(value, _place(f), depth - 1) for value, f in self.outline.passed(key, receiver)]
+            return tuple(dict.fromkeys(name for names in passed for name in names))
         bound = self.outline.bindings.get(key, []) if key.isidentifier() or key.startswith("self.") else []
         if len(bound) != 1 or bound[0].index is not None or not depth:
-            return ""
+            return ()
         return self._named(bound[0].value, _place(bound[0].function), depth - 1)
 
     def _keys(self, table: ast.expr) -> set[str]:

@@ -46,6 +46,7 @@ _DIVIDES = {"div", "div_", "divide", "true_divide"}
 _ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
 _RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
+_GRADIENTS = regex(r"grad(?!\w*acc)")  # not `gradient_accumulation_steps *= world_size`
 
 _SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
 _WORLD = regex(r"(^|[._])(get_)?(world_size|num_gpus|n_gpus?|num_processes|num_replicas)(\(\))?$")
@@ -149,10 +150,10 @@ def divides_gradients(outline: Outline) -> bool:
     # By the loss scale they are only unscaled: `p.grad.mul_(1.0 / 2**lg_loss_scale)`.
     sites = [c for name in ("div_", "mul_") for c, _ in calls.get(name, ())]
     by_hand = (c.func for c in sites if not any("loss_scale" in text_of(a) for a in c.args))
-    if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
+    if any(isinstance(f, ast.Attribute) and _GRADIENTS.search(text_of(f.value)) for f in by_hand):
         return True
     assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
-    return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
+    return any(isinstance(n.op, (ast.Div, ast.Mult)) and _GRADIENTS.search(text_of(n.target)) for n in assigned)
 
 
 def undivided_end(script: Script, event: Event, step: Event, divisor: str) -> ast.If | None:

@@ -1,4 +1,4 @@
-"""Tests of the gradients in a training loop that leave out the rest of an iteration: `if not isfinite(norm): continue`."""
+"""Skipped iterations: tests of the gradients that leave out the rest of one, and tests of the scale after the scaler has skipped a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
-__all__ = ["find_branch", "find_skip", "is_past", "reads_gradients"]
+__all__ = ["find_branch", "find_skip", "is_past", "reads_gradients", "reads_scale"]
 
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
 _FINITE = regex(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
@@ -24,6 +24,7 @@ _NORM = regex(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
 _STEP = regex(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
 _LOGS = regex(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
+_PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
@@ -192,3 +193,52 @@ def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
     key = key_of(call.func)
     inherited = key.startswith("self.") and key.count(".") == 1 and not _LOGS.search(key)
     return inherited and script.outline.call_target(call, event.function) is None
+
+
+def reads_scale(script: Script) -> bool:
+    """Whether the script compares the scale, or the optimizer's count of steps, by which a skipped step is recognised.
+
+    Printing the scale is no comparison, and counting the skipped steps does not keep the schedule from advancing.
+    """
+    if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
+        return True
+    calls = [e.node for e in script.events("get_scale")]
+    alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
+    if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
+        return True
+    assigned = [s for call in calls if isinstance(s := script.statement(call), ast.Assign)]
+    keys = {key_of(target) for s in assigned for target in s.targets}
+    if "" in keys:
+        return True
+    compared = [c for c in ast.walk(script.tree) if isinstance(c, ast.Compare)] if calls else []
+    return any(_reads(c, keys) and not _is_counted(script, c) for c in compared)
+
+
+def _reads(compared: ast.Compare, keys: set[str]) -> bool:
+    """Whether a comparison is with the scale, or with a variable that has its value."""
+    return any(
+        (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
+        or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
+        for n in ast.walk(compared)
+    )
+
+
+def _is_counted(script: Script, compared: ast.Compare) -> bool:
+    """Whether a comparison only counts or prints skipped steps: `if scaler.get_scale() < before: num_skipped += 1`."""
+    statement = script.statement(compared)
+    tests = [statement]
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        flag = statement.targets[0].id
+        function = next((n for n in script.above(statement) if isinstance(n, ast.FunctionDef)), script.tree)
+        read = [
+            n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]
+        ]
+        tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
+    blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
+    return all(isinstance(s, ast.AugAssign) or _is_print(s) for block in blocks for s in block)
+
+
+def _is_print(statement: ast.stmt | None) -> bool:
+    """Whether a statement prints or logs something."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))

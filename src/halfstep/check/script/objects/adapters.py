@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard, possible
-from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none, passed_for
+from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of, may_be_none
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats

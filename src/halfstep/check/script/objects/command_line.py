@@ -20,7 +20,7 @@ __all__ = ["Options", "dataclass_fields", "stays_here"]
 _SHOWS = frozenset({
     "print", "pprint", "str", "repr", "info", "debug", "log", "vars", "init", "dump", "dumps", "format", "save_config",
     "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
-    "init_trackers", "log_hyperparams", "add_hparams", "log_config",
+    "init_trackers", "log_hyperparams", "add_hparams", "log_config", "send_example_telemetry",
 })  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
@@ -282,7 +282,8 @@ def dataclass_fields(nodes: tuple[ast.AST, ...]) -> list[ast.AnnAssign]:
         for n in nodes
         if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and getattr(n.value.func, "attr", "") in _PARSED
     ]
-    if len(parsers) != 1 or len(results) != 1:
+    # One for a JSON file and one for the command line, into the same variables.
+    if len(parsers) != 1 or len({ast.unparse(r.targets[0]) for r in results}) != 1:
         return []
     source, target = parsers[0].args[0], results[0].targets[0]
     classes = source.elts if isinstance(source, ast.Tuple | ast.List) else [source]

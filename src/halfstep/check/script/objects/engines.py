@@ -17,7 +17,7 @@ from functools import lru_cache
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.formats import may_be_none
+from halfstep.check.script.objects.expressions import may_be_none
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded

@@ -7,7 +7,7 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.choices import text_of
+from halfstep.check.script.objects.choices import constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -25,6 +25,7 @@ __all__ = [
     "is_adapter_branch",
     "is_after_training",
     "is_below_calls",
+    "may_be_none",
     "models_in",
     "numerator",
     "options_of",
@@ -219,6 +220,31 @@ def is_below_calls(outline: Outline, node: ast.AST, scope: Function, callee: Fun
             return False
         parent = outline.parents.get(parent)
     return max(lines) < getattr(node, "lineno", 0)
+
+
+def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
+    """Whether a value is None or False in some run: assigned so, by one arm of a ternary, or an option that may be off."""
+    values = outline.values(key, function) if (key := key_of(value)) else [value]
+    return any(_may_be_off(arm) or _may_be_idle(arm) for v in values for arm in arms_of(v))
+
+
+def _may_be_off(node: ast.expr) -> bool:
+    """Whether a flag is False, compares an option, or is one that is off by default: `cfg.get("load_in_8bit", False)`."""
+    while isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
+        node = node.args[0]
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else key_of(node.func)
+        is_read = (name, len(node.args)) in {("getattr", 3), ("get", 2)}
+        return is_read and constant(node.args[-1]) in {None, False}
+    return isinstance(node, ast.Compare) or constant(node) in {None, False}
+
+
+def _may_be_idle(node: ast.expr) -> bool:
+    """Whether `BitsAndBytesConfig(load_in_4bit=args.bits == 4)` quantizes nothing in some run."""
+    if not isinstance(node, ast.Call) or not text_of(node.func).endswith("BitsAndBytesConfig"):
+        return False
+    switches = [k.value for k in node.keywords if k.arg in {"load_in_4bit", "load_in_8bit"}]
+    return bool(switches) and all(isinstance(value, ast.Compare) for value in switches)
 
 
 def ends_run(outline: Outline, cast: ast.AST, by: ast.AST, key: str) -> bool:

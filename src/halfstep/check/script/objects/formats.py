@@ -32,7 +32,6 @@ __all__ = [
     "is_written",
     "keyword_of",
     "keywords_of",
-    "may_be_none",
     "passed_for",
     "returned_by",
     "table_of",
@@ -307,21 +306,6 @@ def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
     if isinstance(node, ast.Call) and key_of(node.func) == "dict":
         return next((k.value for k in node.keywords if k.arg == name), None)
     return None
-
-
-def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
-    """Whether a value is None or False in some run: assigned so, by one arm of a ternary, or a comparison of an option."""
-    values = outline.values(key, function) if (key := key_of(value)) else [value]
-    arms = [arm for v in values for arm in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
-    return any(constant(arm) in {None, False} or isinstance(arm, ast.Compare) or _may_be_idle(arm) for arm in arms)
-
-
-def _may_be_idle(node: ast.expr) -> bool:
-    """Whether `BitsAndBytesConfig(load_in_4bit=args.bits == 4)` quantizes nothing in some run."""
-    if not isinstance(node, ast.Call) or not text_of(node.func).endswith("BitsAndBytesConfig"):
-        return False
-    switches = [k.value for k in node.keywords if k.arg in {"load_in_4bit", "load_in_8bit"}]
-    return bool(switches) and all(isinstance(value, ast.Compare) for value in switches)
 
 
 def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:

@@ -16,7 +16,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["bce_in_forward", "idle_regions", "is_configured", "off_by_default"]
+__all__ = ["bce_in_forward", "idle_regions", "is_configured", "is_created_plain", "off_by_default"]
 
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
 _WRAPS = {"DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"}
@@ -25,6 +25,14 @@ _SETTINGS = regex(
     re.IGNORECASE,
 )
 _PRECISION = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|precision|16|dtype", re.IGNORECASE)
+_LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
+_WRAPPERS = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.",
+    "torch.compile",
+    "torch.nn.SyncBatchNorm.",
+    "torch.distributed.fsdp.",
+)
 _LOSSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
 
@@ -163,3 +171,41 @@ def _created(value: ast.expr) -> ast.Call | None:
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
         value = value.func.value
     return value if isinstance(value, ast.Call) else None
+
+
+def is_created_plain(script: Script, key: str, function: Function, depth: int = 3) -> bool:
+    """Whether everything that a variable may be is a model of this file or of such a library."""
+    values = script.outline.values(key, function)
+    created = [v for v in values if isinstance(v, ast.Call) and not _is_wrapped(script, v, key)]
+    if not created or any(not isinstance(v, ast.Call) for v in values):
+        return False
+    return all(_creates_plain(script, call, function, depth) for call in created)
+
+
+def _is_wrapped(script: Script, call: ast.Call, key: str) -> bool:
+    """Whether a call returns the model `key` itself, or a wrapper around it: `model.cuda()`, `DistributedDataParallel(model)`."""
+    node: ast.expr | None = call
+    while isinstance(node, ast.Call):
+        if script.outline.names.full(node.func).startswith(_WRAPPERS):
+            node = node.args[0] if node.args else None
+        else:
+            is_moved = isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES
+            node = node.func.value if is_moved and isinstance(node.func, ast.Attribute) else None
+    return node is not None and key_of(node) == key
+
+
+def _creates_plain(script: Script, call: ast.expr | None, function: Function, depth: int) -> bool:
+    """Whether a call creates a model of this file or of such a library, perhaps inside DataParallel."""
+    while isinstance(call, ast.Call):
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
+            call = call.func.value  # Net().cuda()
+            continue
+        full = script.outline.names.full(call.func)
+        if not full.startswith(_WRAPPERS):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in _MOVES:
+                call = call.func.value
+                break
+            return key_of(call.func) in script.outline.classes or full.startswith(_LIBRARIES)
+        call = call.args[0] if call.args else None
+    key = key_of(call) if call is not None else ""
+    return bool(key) and depth > 0 and is_created_plain(script, key, function, depth - 1)

@@ -25,13 +25,13 @@ from halfstep.check.script.objects.adapters import (
 from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
     asks_for_adapters,
-    conditions_of,
     ends_run,
     has_other_option,
     is_adapter_branch,
     is_below_calls,
+    may_be_none,
 )
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of
 from halfstep.check.script.objects.freezing import (
     SWITCHES,
     enabled_parts,
@@ -68,7 +68,7 @@ from halfstep.check.script.objects.trainers import (
     unsharded_when,
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, trace_model
+from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, conditions_of, trace_model
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 

@@ -16,7 +16,13 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of, is_after_training
+from halfstep.check.script.objects.expressions import (
+    ADAPTER_FLAG,
+    asks_for_adapters,
+    conditions_of,
+    is_after_training,
+    may_be_none,
+)
 from halfstep.check.script.objects.formats import (
     AUTO,
     SAME_MODEL,
@@ -30,7 +36,6 @@ from halfstep.check.script.objects.formats import (
     is_written,
     keyword_of,
     keywords_of,
-    may_be_none,
     passed_for,
     returned_by,
 )

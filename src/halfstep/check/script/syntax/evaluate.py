@@ -28,11 +28,7 @@ def value_of(node: ast.expr, leaf: Callable[[ast.expr], object]) -> object:
         value = value_of(node.operand, leaf)
         return OPEN if value is OPEN else not value
     if isinstance(node, ast.BoolOp):
-        values = [value_of(part, leaf) for part in node.values]
-        decisive = isinstance(node.op, ast.Or)
-        if any(value is not OPEN and bool(value) is decisive for value in values):
-            return decisive
-        return OPEN if OPEN in values else not decisive
+        return _joined([value_of(part, leaf) for part in node.values], isinstance(node.op, ast.Or))
     if isinstance(node, ast.IfExp):
         test = value_of(node.test, leaf)
         return OPEN if test is OPEN else value_of(node.body if test else node.orelse, leaf)
@@ -53,6 +49,15 @@ def chosen_case(statement: ast.Match, subject: object, leaf: Callable[[ast.expr]
         if is_wildcard or subject in values:
             return case
     return None
+
+
+def _joined(values: list[object], decisive: bool) -> object:
+    """What `or` (`decisive` is true) or `and` returns: one of its operands."""
+    first = next((value for value in values if value is OPEN or bool(value) is decisive), values[-1])
+    is_flag = first is OPEN and any(
+        value is decisive for value in values
+    )  # whatever comes before is true or false, too
+    return decisive if is_flag else first
 
 
 def _called(call: ast.Call, leaf: Callable[[ast.expr], object]) -> object:

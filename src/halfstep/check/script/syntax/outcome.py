@@ -11,10 +11,12 @@ Only tests of a parameter against literals are decided. Any other test that lead
 from __future__ import annotations
 
 import ast
+import copy
 from functools import lru_cache
 
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import Function, default_of
 
 __all__ = ["outcome"]
@@ -38,21 +40,30 @@ def outcome(call: ast.Call, function: Function) -> ast.expr | None:
     if isinstance(function.node, ast.AsyncFunctionDef) or any(k.arg is None for k in call.keywords):
         return None
     known = _arguments(call, function)
-    if not isinstance(_run(function.body, known), ast.expr):  # the parameters that it assigns can only leave more open
+    result = _run(function.body, known)
+    if not isinstance(result, ast.expr) or _is_generator(function):
         return None
-    stored, is_generator = _written_in(function)
-    if is_generator:
-        return None
-    result = _run(function.body, {name: value for name, value in known.items() if name not in stored})
-    return result if isinstance(result, ast.expr) else None
+    reads = {n.id for n in ast.walk(result) if isinstance(n, ast.Name)}
+    texts = {name: value for name, value in known.items() if name in reads and isinstance(value, (str, bool))}
+    new: ast.expr = _Known(texts).visit(copy.deepcopy(result)) if texts else result
+    return new
+
+
+class _Known(ast.NodeTransformer):
+    """Writes the values of variables in their places."""
+
+    def __init__(self, known: dict[str, str | bool]) -> None:
+        self.known = known
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.known or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(ast.Constant(self.known[node.id]), node)
 
 
 @lru_cache(maxsize=64)  # a function that settings come from is called in several places
-def _written_in(function: Function) -> tuple[frozenset[str], bool]:
-    """The names that a function assigns, and whether it is a generator."""
-    nodes = list(ast.walk(function.node))
-    stored = frozenset(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return stored, any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in nodes)
+def _is_generator(function: Function) -> bool:
+    return any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(function.node))
 
 
 def _arguments(call: ast.Call, function: Function) -> Known:
@@ -74,26 +85,44 @@ def _arguments(call: ast.Call, function: Function) -> Known:
 def _run(body: list[ast.stmt], known: Known) -> object:
     """What a block returns: an expression, None if it goes on after the block, or OPEN."""
     for statement in body:
-        result: object = None
+        result, is_decided = None, False
         if isinstance(statement, ast.Return):
             return statement.value if statement.value is not None else OPEN
         if isinstance(statement, ast.Raise):
             return OPEN
         if isinstance(statement, ast.If):
             test = _value(statement.test, known)
-            if test is not OPEN:
+            is_decided = test is not OPEN
+            if is_decided:
                 result = _run(statement.body if test else statement.orelse, known)
             elif _leaves(statement):
                 return OPEN
         elif isinstance(statement, ast.Match):
+            is_decided = _value(statement.subject, known) is not OPEN
             result = _matched(statement, known)
         elif isinstance(statement, (ast.With, ast.AsyncWith)):
+            is_decided = True
+            for item in statement.items:
+                known.pop(key_of(item.optional_vars) if item.optional_vars is not None else "", None)
             result = _run(statement.body, known)
         elif _leaves(statement):
             return OPEN
         if result is not None:
             return result
+        if not is_decided:
+            _assign(statement, known)
     return None
+
+
+def _assign(statement: ast.stmt, known: Known) -> None:
+    """Add what a statement assigns to the values; remove what it assigns in a way that the text does not decide."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    value = _value(statement.value, known) if isinstance(statement, ast.Assign) else OPEN
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            known.pop(node.id, None)
+    if isinstance(target, ast.Name) and value is not OPEN:
+        known[target.id] = value
 
 
 def _matched(statement: ast.Match, known: Known) -> object:
