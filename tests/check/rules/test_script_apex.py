@@ -58,7 +58,7 @@ def test_a_level_rejects_the_options_of_others(options, count):
         ("loss.backward()\noptimizer.step()", "", ["HS184"]),
         ("loss.backward()\noptimizer.step()", ", opt_level='O0'", []),
         ("loss.backward()\noptimizer.step()", ", opt_level='O3'", []),
-        ("loss.backward()\noptimizer.step()", ", opt_level=args.level", []),
+        ("loss.backward()\noptimizer.step()", ", opt_level=args.level", ["HS184"]),
         ("loss.backward()\noptimizer.step()", ", opt_level='O1', enabled=args.amp", []),
         ("loss.backward()\noptimizer.step()", ", opt_level='O2', loss_scale=1.0", []),
         ("loss.backward()\nother.step()", ", opt_level='O1'", []),

@@ -55,6 +55,7 @@ STRINGS = ["dtype='fp16'", "dtype='bf16'"]
         ),
         ("class Config:\n    dtype: Literal['fp16', 'bf16'] = 'bf16'", STRINGS),
         ("if args.fp16: pass", ["fp16=True", "fp16=False"]),
+        ("if args.use_torch_amp: pass", ["use_torch_amp=True", "use_torch_amp=False"]),
         ("use_amp = cfg.get('use_amp', False)", ["use_amp=True", "use_amp=False"]),
     ],
 )

@@ -6,19 +6,21 @@ import ast
 
 from halfstep.check.examples import TWO_OPTIMIZERS
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, only_settings, rebound_between
+from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, only_settings, rebound_between, switched_off
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import updated_since
 from halfstep.check.script.objects.engines import engine_at, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import is_one, key_of, last_name
 
 __all__ = ["RULES"]
 
+_PARTS = regex(r"\._?(\w+_)?(optim\w*|opts?)$")  # attributes with the optimizers that another one combines
 _OWNED = ("owned_clip", "owned_unscale")  # by a framework
 _START = """\
 import torch
@@ -79,7 +81,8 @@ class DoubleUnscale(TraceRule):
         "`accelerator.clip_grad_norm_` unscales the gradients of all prepared optimizers, so a second one before the step raises too, "
         "and so does one after `accelerator.unscale_gradients()`. After `accelerator.scaler.unscale_(optimizer)` nothing raises, because "
         "the scaler does not know the prepared optimizer: the gradients are divided by the scale twice. Each step of a prepared optimizer "
-        "updates the scaler, so the step of the next one unscales again what the clipping has unscaled, and nothing raises either."
+        "updates the scaler, so the step of the next one unscales again what the clipping has unscaled, and nothing raises either. The "
+        "scaler knows optimizers by identity: after `unscale_(combined.optimizers[0])` the step of `combined` unscales as well."
     )
     bad = (
         _START.format(divide="")
@@ -107,11 +110,13 @@ class DoubleUnscale(TraceRule):
         "measured: source code of accelerate 1.15.0, unscale_gradients and clip_grad_norm_",
     )
     words = ("Accelerator",)
-    kinds = ("unscale", *_OWNED, "opt_step")
+    kinds = ("unscale", *_OWNED, "opt_step", "scaler_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ whose optimizer was unscaled or stepped since the last update."""
         event = trace[index]
+        if event.kind == "scaler_step":
+            return self._of_wrapped(script, trace, index)
         if event.kind in {"owned_clip", "opt_step"} and (again := self._after_step(script, trace, index)) is not None:
             return again
         if event.kind == "opt_step":
@@ -140,6 +145,27 @@ class DoubleUnscale(TraceRule):
                     f"the gradients of `{optimizer}` were {state} since the last update(){when}: this raises RuntimeError",
                     instead=f"call {event.local.scaler}.unscale_({optimizer}) once, between backward and step",
                     severity="warning" if extra else None,
+                )
+        return None
+
+    def _of_wrapped(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a step of an optimizer that contains those whose gradients were unscaled, or is in one of them."""
+        event, own = trace[index], trace[index].local.optimizer
+        for i in earlier(trace, index, "unscale", "scaler_step", "update"):
+            before = trace[i]
+            if before.kind != "unscale":
+                return None
+            inner = _inside_of(script, before)
+            outer = inner.rpartition(".")[0]
+            is_part = bool(outer) and own not in {"", "self"} and own == outer and bool(_PARTS.search(inner))
+            if is_part and before.scaler == event.scaler and before.function is event.function:
+                if switched_off(script, event) or not only_settings(script, before, event):
+                    return None
+                return self.finding(
+                    script.where(event.node),
+                    f"{script.at(before.node)} has unscaled the gradients of `{inner}`, but the scaler does not know `{own}`: this divides "
+                    "the same gradients by the scale again",
+                    instead=f"{event.local.scaler}.unscale_({own}), or a step for each of its optimizers",
                 )
         return None
 
@@ -186,6 +212,17 @@ class DoubleUnscale(TraceRule):
             instead="one optimizer with two parameter groups, or a backward, a clipping and a step for each",
             severity=None if engine.precision == "fp16" else "warning",
         )
+
+
+def _inside_of(script: Script, event: Event) -> str:
+    """What an unscale_ takes its optimizer from: `combined.optimizers` of `combined.optimizers[0]`, also in a loop over them."""
+    value = argument(event.node, 0, "optimizer") if isinstance(event.node, ast.Call) else None
+    if isinstance(value, ast.Name):
+        loops = [n for n in script.above(event.node) if isinstance(n, ast.For)]
+        value = next((loop.iter for loop in loops if text_of(loop.target) == value.id), None)
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    return key_of(value)
 
 
 def _owner(event: Event) -> str:

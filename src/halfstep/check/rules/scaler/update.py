@@ -9,7 +9,7 @@ from halfstep.check.examples import TWO_OPTIMIZERS
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import (
     TraceRule,
     between,
@@ -22,7 +22,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import engine_at, prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -102,7 +102,7 @@ class UpdateBeforeStep(TraceRule):
             later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
         )
         if following is None or trace[following].kind != "scaler_step":
-            return None
+            return self._in_window(script, trace, index)
         step = trace[following]
         if step.loops != event.loops or step.scaler != event.scaler or not repeats(event):
             return None
@@ -123,6 +123,30 @@ class UpdateBeforeStep(TraceRule):
             f"`{event.scaler}.update()` runs before `{event.scaler}.step({step.optimizer})`: the step divides by a different scale "
             "than the loss was multiplied by",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
+        )
+
+    def _in_window(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for an update at the end of a window, in which the gradients of another optimizer accumulate too."""
+        event = trace[index]
+        before = next((trace[i] for i in earlier(trace, index, "scaler_step")), None)
+        near = [e for e in trace[index + 1 :] if e.loops == event.loops and compatible(e, event)]
+        back = next((e for e in near if e.kind == "backward"), None)
+        step = next((e for e in near if e.kind == "scaler_step"), None)
+        if before is None or back is None or step is None or near.index(back) > near.index(step):
+            return None
+        is_one = {back.scaler, before.scaler, step.scaler} == {event.scaler} and back.scaled == "yes"
+        if not is_one or before.loops != event.loops or before.optimizer in {step.optimizer, ""} or not repeats(event):
+            return None
+        shared = [g for g in event.accumulating if g in step.guards and g in before.guards and g not in back.guards]
+        window = next((g for g in shared if length_of(script, g)), None)
+        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops and window not in e.guards]
+        if window is None or any(e.optimizer != before.optimizer for e in cleared) or without_amp(step):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}.update()` runs when `{window.text}`, before the step of `{step.local.optimizer}` (line "
+            f"{script.where(step.node).line}): the gradients of its earlier micro-batches were multiplied by the scale before the update",
+            instead=f"call {event.local.scaler}.update() once, after the last step of the window",
         )
 
     def _under_engine(self, script: Script, trace: Trace, index: int) -> Finding | None:

@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, implied, later
+from halfstep.check.script.flow.order import TraceRule, earlier, implied, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -231,7 +231,7 @@ class ApexUnscaledBackward(TraceRule):
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A backward of an unscaled loss in a scale_loss block, or without one after an unconditional amp.initialize."""
+        """A backward of an unscaled loss in a scale_loss block, or without one after amp.initialize."""
         event = trace[index]
         if event.scaled != "no" or not isinstance(event.node, ast.Call):
             return None
@@ -250,25 +250,30 @@ class ApexUnscaledBackward(TraceRule):
         call = self._initialized(script, trace, index)
         if call is None:
             return None
+        effects = {"O1": "small float16 gradients underflow", "O2": "the float32 master weights get no gradients"}
         level = _level(script, call)
-        effect = "small float16 gradients underflow" if level == "O1" else "the float32 master weights get no gradients"
+        effect = "; ".join(f"with opt_level {key} {text}" for key, text in effects.items() if level in {key, ""})
         return self.finding(
             script.where(event.node),
-            f"`{loss}.backward()` bypasses amp.scale_loss: with opt_level {level} {effect}",
+            f"`{loss}.backward()` bypasses amp.scale_loss: {effect}",
             instead=f"with amp.scale_loss({loss}, optimizer) as scaled_loss: scaled_loss.backward()",
         )
 
     @staticmethod
     def _initialized(script: Script, trace: Trace, index: int) -> ast.Call | None:
-        """The amp.initialize whose optimizer steps after a backward, where it certainly ran with a scaled loss."""
+        """The amp.initialize whose optimizer steps after a backward, where it runs with a scaled loss: always, or for some settings."""
         event = trace[index]
         before = next(earlier(trace, index, "apex_initialize"), None)
         step = next(later(trace, index, "opt_step"), None)
         call = trace[before].node if before is not None else None
-        if before is None or step is None or not isinstance(call, ast.Call) or not implied(trace[before], event):
+        if before is None or step is None or not isinstance(call, ast.Call):
+            return None
+        # `scale_loss` in another branch, or in a function that no trace reaches, may be the one that runs.
+        is_optional = not implied(trace[before], event) or not _level(script, call)
+        if is_optional and ("scale_loss" in script.outline.calls or not only_settings(script, trace[before], event)):
             return None
         options = {k.arg for k in call.keywords}
-        if _level(script, call) not in {"O1", "O2"} or options & {"enabled", "loss_scale", "num_losses", None}:
+        if _level(script, call) in {"O0", "O3"} or options & {"enabled", "loss_scale", "num_losses", None}:
             return None
         if last_name(trace[step].optimizer) != last_name(key_of(argument(call, 1, "optimizers"))):
             return None

@@ -156,8 +156,9 @@ class ClearedEveryMicroBatch(TraceRule):
             depth = len(event.loops) if event.loops and not before else None
             if event.loops != trace[back].loops[:depth] or not implied(event, trace[back]):
                 continue
-            if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
-                continue  # Accelerate clears gradients only at the end of a window there
+            is_model = _MODEL.search(event.local.optimizer)
+            if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate") and not is_model:
+                continue  # the optimizers of Accelerate clear gradients only at the end of a window there
             ends = set(branched(trace, trace[back]))
             # What is cleared at the start of an iteration is cleared before its backward, whatever that depends on.
             guards = trace[back].guards if before else trace[back].accumulating

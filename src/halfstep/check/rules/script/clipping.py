@@ -304,9 +304,13 @@ class ClipEveryMicroBatch(TraceRule):
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops and always.issuperset(e.guards)]
         if any(only_settings(script, e, trace[back]) for e in unscales):
             return None  # HS106 reports the unscale_ that comes with it
+        # A function that only clips is right; the mistake is where the loop calls it.
+        depth = len(trace[back].roots)
+        place = (*event.roots, event.node)[depth] if event.function is not trace[back].function else event.node
+        name = text_of(place.func) if isinstance(place, ast.Call) and place is not event.node else event.subject
         return self.finding(
-            script.where(event.node),
-            f"`{event.subject or text_of(event.node)}` runs on every micro-batch, but the step of line {window.line(script)} runs "
+            script.where(place),
+            f"`{name or text_of(event.node)}` runs on every micro-batch, but the step of line {window.line(script)} runs "
             f"only when {window.ends}: incomplete sums are clipped",
             instead="clip once per window, right before the step",
         )

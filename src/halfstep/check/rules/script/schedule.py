@@ -12,14 +12,23 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
-from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    earlier,
+    is_amp,
+    is_setting,
+    later,
+    loops_around,
+    only_settings,
+    switched_off,
+)
 from halfstep.check.script.flow.skipped import reads_scale
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.objects.values import UNKNOWN, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import last_name_of
@@ -45,6 +54,9 @@ _IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
+_TESTED_LOSS = regex(
+    r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*loss\w*(?:\.item\(\))?\)(?:\.item\(\))?", re.IGNORECASE
+)
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
@@ -226,7 +238,7 @@ class SchedulerIgnoresSkips(TraceRule):
             steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
         steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
-        steps = [e for e in steps if not _is_none(script, e) and not _is_remainder(trace, e)]
+        steps = [e for e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
         steps = [e for e in steps if not _never_float16(script, e) and not _is_finite(e.guards)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
@@ -279,6 +291,7 @@ class SchedulerIgnoresSkips(TraceRule):
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g, event)]
+        same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
@@ -362,10 +375,6 @@ def _never_float16(script: Script, step: Event) -> bool:
     return any(options and not options & {"float16", UNKNOWN} for options in formats)
 
 
-def _is_none(script: Script, step: Event) -> bool:
-    """Whether a scaler is None wherever the file assigns it."""
-    bindings = script.outline.bindings.get(step.scaler, ())
-    return bool(bindings) and all(b.index is None and constant(b.value) is None for b in bindings)
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

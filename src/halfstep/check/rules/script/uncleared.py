@@ -9,7 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.emptied import never_computed, stepped_empty
+from halfstep.check.script.flow.emptied import may_be_cleared, never_computed, stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
@@ -45,11 +45,6 @@ _GRADIENT = regex(r"norm|grad", re.IGNORECASE)
 # Calls that may clear the gradients or return to an earlier state.
 _RECOVERS = regex(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|skip_\w*\(", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
-# Any other way to clear gradients, or to start from new parameters.
-_OTHER_WAYS = regex(
-    r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
-    re.IGNORECASE,
-)
 _STEPS_ITSELF = regex(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
 _SCHEDULES = regex(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
@@ -317,7 +312,7 @@ class MisplacedZeroGrad(TraceRule):
         waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
         if not steps_only(script, event) or not only_settings(script, waits, back):
             return None
-        if _OTHER_WAYS.search(script.source.text):
+        if may_be_cleared(script, trace, event):
             return None
         name = event.local.optimizer
         return self.finding(

@@ -25,6 +25,7 @@ _PRESERVES_DTYPE = frozenset({
 })  # fmt: skip
 _PROBABILITIES = ("softmax", "log_softmax", "sigmoid")
 _CLAMPS = {"torch.clamp", "torch.clip", "torch.clamp_min"}
+_MOVES = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "add", "add_", "maximum"})
 _COMPLEMENT = regex(r"\blog\(\s*1(\.0*)? *- ")  # `log(1 - p)`
 _FOCAL = """\
 import torch
@@ -94,6 +95,8 @@ class EpsUnderflowsHalf(ScriptRule):
         _FOCAL.format(eps="1e-8").replace("(logits)", "((logits * targets).sum(dim=1))"),
         _HEATMAP.format(high="1 - 1e-4", logits="logits.float()"),
         _HEATMAP.format(high="1 - 1e-3", logits="logits"),
+        _FOCAL.format(eps="1e-8").replace("(logits)\n", "(logits)\n        p = p + 1e-3\n"),
+        "import torch\nx = x.half()\nx += 1\ny = x.clamp(min=1e-12)\n",
     )
     references = ("https://github.com/pytorch/pytorch/issues/147437",)
 
@@ -177,6 +180,7 @@ def _guarded_sigmoids(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]
         for node in ast.walk(function.node):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_probability(node.value, probabilities):
                 probabilities.add(key_of(node.targets[0]))
+        probabilities -= _moved(function)
         for call in (n for n in ast.walk(function.node) if isinstance(n, ast.Call)):
             guarded = call.args[0] if text_of(call.func) == "torch.log" and call.args else None
             if guarded is None and isinstance(call.func, ast.Attribute) and call.func.attr == "log":
@@ -288,11 +292,35 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
     """The later uses of a variable whose value is this cast: `x = x.half()`; none in a script with autocast."""
     parent = script.outline.parents.get(call)
     target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
-    if not isinstance(target, ast.Name) or script.autocasts:
+    if not isinstance(target, ast.Name) or script.autocasts or target.id in _moved(function):
         return []
     uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
     uses = [n for n in uses if n.lineno > call.lineno and isinstance(n.ctx, ast.Load)]
     return [n for n in uses if formats_of_tensor(script, n, function) == {"float16"}]
+
+
+def _moved(function: Function) -> set[str]:
+    """The variables that an assignment moves away from zero, so that a later guard has nothing to do: `p = p + 1e-3`, `p.clamp_(1e-4)`."""
+    names: set[str] = set()
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            names.add(key_of(node.target))
+        elif isinstance(node, ast.Assign):
+            names |= {key_of(t) for t in node.targets if _moves(node.value, key_of(t))}
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            func = node.value.func
+            names |= {key_of(func.value)} if isinstance(func, ast.Attribute) and func.attr in _MOVES else set()
+    return names - {""}
+
+
+def _moves(value: ast.expr, name: str) -> bool:
+    """Whether an expression adds to a variable or limits it from below."""
+    nodes = list(ast.walk(value))
+    return any(key_of(n) == name for n in nodes) and any(
+        (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
+        or (isinstance(n, ast.Call) and last_name(text_of(n.func)) in _MOVES)
+        for n in nodes
+    )
 
 
 def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:

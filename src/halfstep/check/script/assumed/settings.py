@@ -31,7 +31,7 @@ _SIXTEEN_BIT = {*_HALF, *_BFLOAT}
 _ENGINES = {"fp16", "bf16", "no"}  # what an Accelerator accepts, whatever the file compares its setting with
 _FABRIC = {"16-mixed"}  # the one precision with which Fabric scales the loss
 _FLAG = regex(
-    r"^(use_|enable_|is_|with_|no_|disable_)?(fp16|bf16|half|float16|bfloat16|amp|mixed_precision|mixed|autocast|half_precision)"
+    r"^(use_|enable_|is_|with_|no_|disable_)?(torch_|native_|cuda_)?(fp16|bf16|half|float16|bfloat16|amp|mixed_precision|mixed|autocast|half_precision)"
     r"(_enabled|_training|_train)?$"
 )
 _FLOAT16, _BFLOAT16 = regex(r"(^|_)(fp16|float16|half)(_|$)"), regex(r"bf16|bfloat16")

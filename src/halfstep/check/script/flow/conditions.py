@@ -174,12 +174,19 @@ class Conditions:
         return text_of(value) if value is not None and _counts(value) else ""
 
     def _returned(self, node: ast.expr) -> ast.expr | None:
-        """What a call of a one-line function, or a property of this class, returns: `self.is_last(i)`."""
+        """What a call of a short function, or a property of this class, returns: `self.is_last(i)`.
+
+        Of `if i % n == 0: return True` among other tests, the one that counts.
+        """
         name = key_of(node)
         method = self.outline.call_target(node, self.function) if isinstance(node, ast.Call) else None
         if method is None and name.startswith("self."):
             method = self.outline.classes.get(self.function.cls, {}).get(name[len("self.") :])
-        last = method.body[-1] if method is not None and method.body else None
+        body = method.body if method is not None else []
+        last = body[-1] if body else None
+        tests = [s.test for s in body if isinstance(s, ast.If) and _returns_true(s.body) and _counts(s.test)]
+        if tests and isinstance(last, ast.Return) and _is_false(last.value):
+            return tests[0]
         return last.value if isinstance(last, ast.Return) else None
 
 
@@ -228,6 +235,15 @@ def _compared(outline: Outline, subject: str) -> set[str]:
 
 def _is_number(value: ast.expr, number: int) -> bool:
     return isinstance(value, ast.Constant) and value.value is not False and value.value == number
+
+
+def _returns_true(body: list[ast.stmt]) -> bool:
+    result = body[-1].value if isinstance(body[-1], ast.Return) else None
+    return isinstance(result, ast.Constant) and result.value is True
+
+
+def _is_false(value: ast.expr | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and not value.value)
 
 
 def _counts(value: ast.expr) -> bool:

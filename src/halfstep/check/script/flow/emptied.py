@@ -1,4 +1,4 @@
-"""Steps that find no gradients: nothing computes any since they were cleared, or anywhere in the file."""
+"""Steps without gradients of their own batch: nothing computes any since they were cleared, or nothing clears the old ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import STEPS, later, only_settings
+from halfstep.check.script.flow.order import STEPS, is_amp, is_setting, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["never_computed", "stepped_empty"]
+__all__ = ["may_be_cleared", "never_computed", "stepped_empty"]
 
 _GRADIENTS = ("backward", "owned_backward", "autograd_grad", "grad_read", "handed")
 # Calls that may compute gradients themselves.
@@ -27,6 +27,12 @@ _PLAIN = frozenset({
 _REPORTS = frozenset({
     "print", "float", "str", "isnan", "isinf", "isfinite", "append", "accumulate", "no_sync", "unwrap_model",
 })  # fmt: skip
+# Any way to clear gradients, or to start from new parameters.
+_CLEARS = regex(
+    r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
+    re.IGNORECASE,
+)
+_PRINTS = regex(r"(^|[._])(print\w*|log\w*|info|debug|add_scalar|write)$")
 _ELSEWHERE = regex(r"hook|deepspeed|lightning|megatron|colossalai|horovod|jax\b|closure", re.IGNORECASE)
 
 
@@ -113,3 +119,33 @@ def _may_compute(script: Script, first: Event, last: Event) -> bool:
     """Whether a line between two events calls something that may compute gradients."""
     lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
     return any(_COMPUTES.search(line.partition("#")[0]) for line in lines)
+
+
+def may_be_cleared(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a line of the file may clear the gradients of a step, other than in a branch that its settings exclude."""
+    # Most loops clear them here; all lines are read only for the others.
+    if any(e.kind == "zero_grad" and not _is_excluded(script, e, event) for e in trace):
+        return True
+    if not _CLEARS.search(script.source.text):
+        return False
+    cleared: dict[ast.AST, list[Event]] = {}
+    for other in script.events("zero_grad"):
+        cleared.setdefault(other.node, []).append(other)
+    harmless = [node for node, events in cleared.items() if all(_is_excluded(script, e, event) for e in events)]
+    harmless += [
+        call
+        for sites in script.outline.calls.values()
+        for call, _ in sites
+        if _PRINTS.search(text_of(call.func)) and "zero" not in text_of(call)
+    ]
+    lines = {line for n in harmless if isinstance(n, ast.Call) for line in range(n.lineno, (n.end_lineno or 0) + 1)}
+    return any(
+        number not in lines and not line.lstrip().startswith("#") and _CLEARS.search(line)
+        for number, line in enumerate(script.source.text.split("\n"), 1)
+    )
+
+
+def _is_excluded(script: Script, cleared: Event, step: Event) -> bool:
+    """Whether a zero_grad is where a setting has the other value than around a step."""
+    decisive = [g for g in cleared.guards if g.opposite in step.guards]
+    return any(is_amp(g) or is_setting(script, g, cleared) for g in decisive)

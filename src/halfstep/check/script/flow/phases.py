@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import takewhile
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
@@ -26,7 +27,8 @@ _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _MOVES = {"to", "cuda", "half", "float", "type"}
-# Pictures are no validation.
+# What validation does with its results; pictures are none.
+_MEASURES = regex(r"(^|[._])(append|item|update)$|loss|criterion|metric|accuracy|score", re.IGNORECASE)
 _DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
 
 
@@ -98,7 +100,18 @@ def is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
         around = next((block for block in blocks if block is not around), None)
     places = [around] if around is not None else _cell_around(script, event) if not loops else []
     calls = [n for place in places for n in ast.walk(place) if isinstance(n, ast.Call)]
-    return any(_DRAWS.search(key_of(call.func)) for call in calls)
+    drawn = [call for call in calls if _DRAWS.search(key_of(call.func))]
+    # In a loop that measures all batches `if i == 0:` draws one of them.
+    own = _tests_around(script, event.node, around)
+    is_measured = any(_MEASURES.search(key_of(c.func)) for c in calls if _tests_around(script, c, around) <= own)
+    is_whole = around is not None and not any(isinstance(n, ast.Break) for n in ast.walk(around))
+    return any(_tests_around(script, call, around) <= own or not (is_measured and is_whole) for call in drawn)
+
+
+def _tests_around(script: Script, node: ast.AST, loop: ast.AST | None) -> set[ast.AST]:
+    """The tests around a node, inside a loop."""
+    inner = takewhile(lambda n: n is not loop, script.above(node)) if isinstance(loop, (ast.For, ast.While)) else ()
+    return {n for n in inner if isinstance(n, ast.If)}
 
 
 def _cell_around(script: Script, event: Event) -> list[ast.AST]:

@@ -16,6 +16,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of, may_be_none
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
+from halfstep.check.script.objects.loading import fully_trained
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
@@ -111,7 +112,7 @@ def adapter_use(outline: Outline) -> str:
     if not mentions:
         return "no"
     if outline.names.uses("unsloth"):
-        return "yes"
+        return "no" if fully_trained(outline) and "get_peft_model" not in outline.calls else "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
     sites = [

@@ -143,6 +143,7 @@ def scaling_accelerator(script: Script) -> Engine | None:
     calls = [site.call for name in _CREATED_BY for site in script.outline.library_calls.get(name, ())]
     options = [argument(call, None, "mixed_precision") for call in calls]
     is_open = any(option is not None and not isinstance(option, ast.Constant) for option in options)
+    is_open = is_open or "optimizer_step_was_skipped" in script.outline.loads  # only a scaler skips a step
     strings = script.outline.strings
     return engines[0] if is_open and ("fp16" in strings or "bf16" not in strings) else None
 

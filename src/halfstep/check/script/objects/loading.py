@@ -1,4 +1,4 @@
-"""How models are loaded: in which dtype a checkpoint is stored, by a Trainer itself, and loads that a later cast replaces.
+"""How models are loaded: in which dtype a checkpoint is stored, by a Trainer itself or by Unsloth, and loads that a later cast replaces.
 
 The name of a checkpoint shows its dtype. A Trainer loads with `model_init=load` and TRL's `model_init_kwargs`.
 """
@@ -15,7 +15,15 @@ from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["initialized", "is_language_model", "is_rebound", "lasting_casts", "loading_options", "stored_low"]
+__all__ = [
+    "fully_trained",
+    "initialized",
+    "is_language_model",
+    "is_rebound",
+    "lasting_casts",
+    "loading_options",
+    "stored_low",
+]
 
 # Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
 _LOW_CHECKPOINTS = regex(
@@ -28,6 +36,25 @@ _ANY_MODEL = regex(
     r"^(.*[\\/])?(\w*model|checkpoints?|ckpt|weights|out|output|merged|final|pretrained)[\\/]*$", re.IGNORECASE
 )
 _LANGUAGE_MODEL = regex(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
+
+
+def fully_trained(outline: Outline) -> bool:
+    """Whether Unsloth loads each model to train all its weights in their own dtype: `full_finetuning=True`.
+
+    `float32_mixed_precision=True` has it train float32 weights, and those that it loads in float16 are cast to float32 as well.
+    """
+    loads = [
+        call
+        for call, _ in outline.calls.get("from_pretrained", ())
+        if outline.names.full(call.func).startswith("unsloth.")
+    ]
+    return bool(loads) and all(
+        constant(argument(call, None, "full_finetuning")) is True
+        and ((upcast := argument(call, None, "float32_mixed_precision")) is None or constant(upcast) in {None, False})
+        and (dtype := argument(call, None, "dtype")) is not None
+        and outline.names.full(dtype) == "torch.bfloat16"
+        for call in loads
+    )
 
 
 def initialized(trainer: ast.Call) -> ast.expr | None:

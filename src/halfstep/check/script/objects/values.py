@@ -25,6 +25,7 @@ from halfstep.check.script.objects.choices import (
     text_of,
 )
 from halfstep.check.script.syntax.children import all_children_of
+from halfstep.check.script.syntax.excluded import is_never_equal
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
@@ -106,7 +107,7 @@ def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> s
         literal = key not in function.params and values and all(v is not ... for v in values)
         if literal and len({bool(v) for v in values}) == 1:
             return "yes" if values[0] else "no"
-    return text_of(node)
+    return "no" if is_never_equal(outline, node, function) else text_of(node)
 
 
 def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:

@@ -3,7 +3,7 @@
     if args.precision == "16-mixed":
         raise SystemExit("...")
 
-The choices of an option on the command line do the same.
+The choices of an option on the command line do the same, and so does a table without the value: `{"bf16": torch.bfloat16}[precision]`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import ast
 from collections.abc import Collection
 
 from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_excluded", "is_rejection"]
+__all__ = ["is_excluded", "is_never_equal", "is_rejection"]
 
 _EXITS = {"exit", "_exit", "error", "abort"}  # sys.exit(...), parser.error(...)
 
@@ -52,6 +52,41 @@ def _rejects(node: ast.If, name: str, spellings: Collection[str]) -> bool:
     if strings is None or not isinstance(operator, (ast.In, ast.NotIn)):
         return False
     return strings.isdisjoint(spellings) == isinstance(operator, ast.NotIn)
+
+
+def is_never_equal(outline: Outline, test: ast.expr, function: Function) -> bool:
+    """Whether a test is `setting == value`, and the same function looks the setting up in a table that lacks the value."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
+        return False
+    setting, value = key_of(test.left), test.comparators[0]
+    if not setting or not isinstance(value, ast.Constant):
+        return False
+    for node in (n for n in ast.walk(function.node) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)):
+        table = _table(outline, node.value) if key_of(node.slice) == setting else None
+        keys = {key.value for key in table.keys if isinstance(key, ast.Constant)} if table is not None else set()
+        if table is not None and len(keys) == len(table.keys) and value.value not in keys:
+            return _is_always_run(outline, node)
+    return False
+
+
+def _table(outline: Outline, node: ast.expr) -> ast.Dict | None:
+    """A dictionary that is written in place, or that nothing but one assignment of the file fills."""
+    if isinstance(node, ast.Name):
+        bound = outline.bindings.get(node.id, ())
+        is_filled = any(key.startswith(f"{node.id}[") for key in outline.bindings)
+        value = bound[0].value if len(bound) == 1 and bound[0].index is None and not is_filled else None
+        return value if isinstance(value, ast.Dict) else None
+    return node if isinstance(node, ast.Dict) else None
+
+
+def _is_always_run(outline: Outline, node: ast.AST) -> bool:
+    """Whether an expression runs whenever its function does, and what it raises ends the run."""
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        if isinstance(parent, (ast.If, ast.IfExp, ast.BoolOp, ast.Try, ast.Lambda, ast.For, ast.While, ast.Match)):
+            return False
+        parent = outline.parents.get(parent)
+    return True
 
 
 def is_rejection(statement: ast.stmt) -> bool:
