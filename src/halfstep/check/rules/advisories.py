@@ -39,7 +39,7 @@ class AdvisoryRule(ScriptRule, ConfigRule):
     def check(self, facts: Script | Config) -> Iterator[Finding]:
         """The advisories that the versions, the GPU and the text meet."""
         settings, text = facts.settings, facts.source.text
-        known = _known(str(Path(facts.source.path).absolute().parent), settings)
+        known = _known(_folder(facts.source.path), settings)
         if not any(self._is_mine(advisory) and advisory.may_be_met_by(text) for advisory in known.advisories):
             return
         places = _places(facts)
@@ -87,7 +87,12 @@ class _Known:
     advisories: tuple[Advisory, ...]
 
 
-@lru_cache(maxsize=64)  # each rule looks at each file
+@lru_cache(maxsize=1)  # each rule looks at each file
+def _folder(path: str) -> str:
+    return str(Path(path).absolute().parent)
+
+
+@lru_cache(maxsize=64)
 def _known(folder: str, settings: Settings) -> _Known:
     pins = pins_for(folder, settings.pins, look_up=settings.look_up)
     versions = {name: pin.version for name, pin in pins.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from halfstep.check.finding import Finding
@@ -126,13 +127,18 @@ def _averages(script: Script) -> Iterator[Average]:
                     yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
 
 
+@lru_cache(maxsize=4096)  # the files of a project share most of their names
+def _is_average(name: str) -> bool:
+    return _UPDATES.search(name) is not None or _EMA_CLASS.search(name) is not None
+
+
 def _copies(script: Script) -> Iterator[Average]:
     """Copies of a model that a function or class named for an EMA receives: the copy is the average, in the dtype that it has.
 
     A class of another file may copy once more, in float32; there only a cast of the copy itself counts.
     """
     outline = script.outline
-    names = [name for name in outline.calls if _UPDATES.search(name) or _EMA_CLASS.search(name)]
+    names = [name for name in outline.calls if _is_average(name)]
     for call, function in (site for name in names for site in outline.calls[name]):
         target = outline.call_target(call, function)
         is_class = last_name_of(call.func)[:1].isupper() or outline.names.full(call.func) in _CLASSES

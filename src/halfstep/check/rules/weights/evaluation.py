@@ -319,6 +319,8 @@ def _unwrapped_for_generation(script: Script) -> Iterator[VariableCast]:
 
 def _owned_by_trainer(script: Script) -> Iterator[tuple[VariableCast, ast.Call | None]]:
     """The casts, in a validator, of the model of the trainer that calls it: `model = trainer.ema.ema or trainer.model`."""
+    if not any("trainer" in function.params for function in script.outline.functions):  # most files
+        return
     casts = [c for c in casts_in(script.outline) if "trainer" in c.function.params and _validates(c.function)]
     for cast in casts:
         bound = latest(script.outline, cast.key, cast.function, cast.call.lineno) if cast.key.isidentifier() else []

@@ -79,12 +79,12 @@ class ReductionInHalf(ScriptRule):
                         f"`{name}` computes in float16: small terms are lost and sums overflow beyond 65504",
                         instead="dtype=torch.float32, and cast the result",
                     )
-                elif name == "softmax" and value is not None and _is_kept(script, call, function):
+                elif name == "softmax" and value is not None and script.autocasts and _is_kept(script, call, function):
                     yield from self._check_exit(script, call, value, function)
 
     def _check_exit(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
         """A softmax after an autocast region of the logits that were computed in it."""
-        if not script.autocasts or with_autocast(script, call, function):
+        if with_autocast(script, call, function):
             return
         exit_ = leaves_autocast(script, value, function, call.lineno)
         if exit_ is not None and exit_.formats == {"float16"}:

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from halfstep.check.script.assumed.reads import Place, fallback, is_read
 from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
+from halfstep.check.script.syntax.children import SIMPLE, all_children_of, statements_in
 from halfstep.check.script.syntax.constants import Constants
 from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
 from halfstep.check.script.syntax.excluded import is_rejection
@@ -29,6 +30,8 @@ Plain = str | bool | int | float | None
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _BLOCKS = ("body", "orelse", "finalbody")
+_AVAILABLE = "torch.cuda.is_available"
+_READ = {"Accelerator", "is_available", "mixed_precision"}  # what is read in the same way for every setting
 
 
 class Rejected(Exception):
@@ -40,13 +43,13 @@ def fold(tree: ast.Module, outline: Outline, assumption: Assumption, settled: se
 
     `settled` are the nodes that earlier rounds have decided, and receives those of this one.
     """
-    folder = _Folder(outline, assumption, settled)
+    folder = _Folder(tree, outline, assumption, settled)
     folder.visit(tree)
     return folder.changed
 
 
 class _Folder(ast.NodeTransformer):
-    def __init__(self, outline: Outline, assumption: Assumption, settled: set[ast.AST]) -> None:
+    def __init__(self, tree: ast.Module, outline: Outline, assumption: Assumption, settled: set[ast.AST]) -> None:
         self.outline = outline
         self.assumption = assumption
         self.constants = Constants(outline)
@@ -54,10 +57,18 @@ class _Folder(ast.NodeTransformer):
         self.function = outline.module
         self.settled = settled
         self.names = _settled_names(outline, settled)
+        available = {name for name, full in outline.names.table.items() if full == _AVAILABLE}
+        read = {name for name, _ in assumption.values} | available | _READ
+        self.involved = _involved(tree, self.names | read, settled)
         self.around: Place = ()
         self.changed = False
 
     def visit(self, node: ast.AST) -> Any:
+        if node not in self.involved:  # 97 % of the nodes
+            is_block = not isinstance(node, ast.expr) and type(node) not in SIMPLE
+            for statement in reversed(statements_in(node)) if is_block else ():
+                self._tidy(statement)
+            return node
         if isinstance(node, _FUNCTIONS):
             return self._visit_function(node)
         if isinstance(node, ast.If):
@@ -144,7 +155,7 @@ class _Folder(ast.NodeTransformer):
             return self._constant(value, node)
         if isinstance(node, ast.Call) and last_name(key_of(node.func)) == "Accelerator":
             return self._with_precision(node)
-        if isinstance(node, ast.Call) and self.outline.names.full(node.func) == "torch.cuda.is_available":
+        if isinstance(node, ast.Call) and self.outline.names.full(node.func) == _AVAILABLE:
             return self._constant(True, node)
         if (default := fallback(node)) is not None and default in self.settled:
             self.changed = True
@@ -278,6 +289,24 @@ def _settled_names(outline: Outline, settled: set[ast.AST]) -> set[str]:
         if any(isinstance(b.value, ast.Call) and last_name(key_of(b.value.func)) in called for b in bindings)
     )
     return names | called | set(params) | set(results)
+
+
+def _involved(tree: ast.Module, names: set[str], settled: set[ast.AST]) -> set[ast.AST]:
+    """The nodes that contain one of the names, or what an earlier round has decided: no other one can change."""
+    parents: dict[ast.AST, ast.AST] = {}
+    involved: set[ast.AST] = set()
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # grows
+        name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None) or getattr(node, "value", None)
+        if node in settled or (isinstance(name, str) and name in names):
+            around: ast.AST | None = node
+            while around is not None and around not in involved:
+                involved.add(around)
+                around = parents.get(around)
+        for child in all_children_of(node):
+            parents[child] = node
+            nodes.append(child)
+    return involved
 
 
 def _is_plain(value: object) -> TypeGuard[Plain]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
 from halfstep.check.script.assumed.reads import Place, is_read, read_name, without_case
+from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -107,13 +108,13 @@ def _excludes(name: str, other: str) -> bool:
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, Place]]:
-    """Every node, with the lines of the functions around it, innermost first."""
+    """Every node except contexts and operators, with the lines of the functions around it, innermost first."""
     stack: list[tuple[ast.AST, Place]] = [(tree, ())]
     while stack:
         node, around = stack.pop()
         yield node, around
         inner = (node.lineno, *around) if isinstance(node, _FUNCTIONS) else around
-        stack += [(child, inner) for child in reversed(list(ast.iter_child_nodes(node)))]
+        stack += [(child, inner) for child in reversed(all_children_of(node))]
 
 
 def _open_parameters(outline: Outline) -> frozenset[tuple[int, str]]:

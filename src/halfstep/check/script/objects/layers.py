@@ -90,8 +90,7 @@ def created_adapters(outline: Outline, casts: Iterable[VariableCast]) -> Iterato
     lifted = [c.key for c in casts if "float32" in c.formats and _OF_MODEL.search(c.key.rsplit(".", 1)[-1])]
     for name, methods in outline.classes.items() if not lifted else ():
         init = methods.get("__init__")
-        text = " ".join(ast.unparse(method.node) for method in methods.values())
-        if init is None or name not in outline.calls or _FROZEN.search(text):
+        if init is None or name not in outline.calls:
             continue
         for node in ast.walk(init.node):
             targets = node.targets if isinstance(node, ast.Assign) else []
@@ -100,7 +99,9 @@ def created_adapters(outline: Outline, casts: Iterable[VariableCast]) -> Iterato
             weights = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _is_layer(outline, n)]
             low = [(call, formats) for call in weights if (formats := _adapter_formats(outline, call, init))]
             if low:
-                yield Cast(low[0][0], init, text_of(targets[0]), low[0][1], "constructor")
+                # Asked last: the text of a class takes longer than everything before.
+                if not _FROZEN.search(" ".join(ast.unparse(method.node) for method in methods.values())):
+                    yield Cast(low[0][0], init, text_of(targets[0]), low[0][1], "constructor")
                 break
 
 

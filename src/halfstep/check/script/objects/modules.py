@@ -98,7 +98,7 @@ def run_by_call(outline: Outline, call: ast.Call, last: str) -> str:
         last = key_of(call.func.func).rsplit(".", 1)[-1]
     elif last.endswith("Inferer"):
         return ""  # the inferer is created
-    elif any(function.name == last for function in outline.functions):
+    elif outline.defines(last):
         return ""  # its own calls show what it runs
     for name, position, keyword in _RUNS:
         if name.search(last) and (model := argument(call, position, keyword)) is not None:

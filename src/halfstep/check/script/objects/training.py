@@ -149,8 +149,8 @@ class Training:
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
         """16-bit weights that an optimizer without master weights updates."""
-        is_deepspeed = self._engines == {"deepspeed"}  # which a branch of the script may leave out
-        if mentions_masters(self.outline) or has_plugin(self.outline) or (self._engines and not is_deepspeed):
+        idle = not self._updaters and not self._factories  # most files, and the cheapest to ask
+        if idle or self._engines - {"deepspeed"} or mentions_masters(self.outline) or has_plugin(self.outline):
             return ()
         ties = self._adapted_ties() if self.adapters != "no" else iter(())
         ties = self._unique(chain(ties, self._optimizer_ties(in_full=self.adapters == "yes")))
@@ -160,7 +160,7 @@ class Training:
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
         is_trained = self._updaters or self._factories or has_plain_trainer(self.outline)
-        if self.has_masters or not is_trained:
+        if not is_trained or self.has_masters:
             return ()
         casts = [
             c for c, model in cast_layers(self.outline, self._casts) if self._is_trained_in_full(model, c.function)

@@ -160,6 +160,8 @@ class Constants:
     def _attribute(self, node: ast.Attribute, function: Function) -> Scoped | None:
         """`self.fp16`, set once in its class, or `Config.fp16` and `cfg.fp16` with `cfg = Config()`, from the body of the class."""
         key, owner = key_of(node), key_of(node.value)
+        if not self._may_be_set(node.attr, key):
+            return None
         if owner == "self" and function.cls:
             own = [b for b in self.outline.bindings.get(key, ()) if b.function.cls == function.cls]
             if own:
@@ -175,6 +177,20 @@ class Constants:
         entries = self._namespace(*made) if made is not None else None
         is_fixed = owner and key not in self.outline.bindings and not self._is_changed(owner)
         return entries.get(node.attr) if entries is not None and is_fixed else None
+
+    def _may_be_set(self, name: str, key: str) -> bool:
+        """Whether anything in the file sets an attribute of this name; nothing does for most, and where objects come from takes long."""
+        bindings, strings = self.outline.bindings, self.outline.strings
+        is_set = key in bindings or name in bindings or self.outline.defines(name) or name in strings
+        return is_set or name == "value" or self._has_namespaces
+
+    @cached_property
+    def _has_namespaces(self) -> bool:
+        imported = self.outline.names.table
+        return any(
+            last == "create" or last in _NAMESPACES or imported.get(last, "").rsplit(".", 1)[-1] in _NAMESPACES
+            for last in self.outline.calls
+        )
 
     def _property(self, cls: str, name: str) -> Scoped | None:
         """What a property of a class returns."""

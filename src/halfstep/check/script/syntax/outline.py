@@ -242,6 +242,10 @@ class Outline:
             tuple[str, Function], list[tuple[ast.expr, Function]]
         ] = {}  # asked once the outline is complete
 
+    def defines(self, name: str) -> bool:
+        """Whether a function or method of this file has the name."""
+        return name in self._by_name
+
     def add_function(self, function: Function) -> None:
         """Register a function under its name."""
         self.functions.append(function)
