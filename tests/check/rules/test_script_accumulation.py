@@ -772,3 +772,88 @@ for _ in range({count}):
     optimizer.zero_grad()
 """
     assert [f.line for f in findings(text, "HS181")] == expected
+
+
+PER_BATCH = """\
+def train_step(model, batch, optimizer, accelerator, accumulation_steps, step):
+    loss = model(**batch).loss / accumulation_steps
+    accelerator.backward(loss)
+    {every}
+    if {test}:
+        {last}
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+"""
+CLIP_ALL = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("every", "test", "last", "is_reported"),
+    [
+        (CLIP_ALL, "step % accumulation_steps == 0", "pass", True),
+        ("pass", "step % accumulation_steps == 0", CLIP_ALL, False),
+        (f"if accelerator.sync_gradients: {CLIP_ALL}", "step % accumulation_steps == 0", "pass", False),
+        (f"if step % accumulation_steps == 0: {CLIP_ALL}", "step % accumulation_steps == 0", "pass", False),
+        (CLIP_ALL, "ready", "pass", False),
+    ],
+)
+def test_a_clip_in_a_function_for_one_micro_batch(every, test, last, is_reported):
+    """HS189 in a function without a loop, which has the backward, the clip and a step that counts."""
+    text = PER_BATCH.format(every=every, test=test, last=last)
+    assert ("HS189" in reported(text)) == is_reported
+
+
+PROBED = """\
+import torch
+
+def train_batch(model, optimizer, scaler, x, step_now=True, clear=True):
+    if clear:
+        optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    if step_now:
+        scaler.step(optimizer)
+        scaler.update()
+
+def largest_batch(model, optimizer, scaler, xs):
+    for x in xs:
+        train_batch(model, optimizer, scaler, x, step_now={step})
+        optimizer.zero_grad()
+
+def fit(model, optimizer, loader, accum):
+    scaler = torch.amp.GradScaler("cuda")
+    largest_batch(model, optimizer, scaler, loader)
+    for i, x in enumerate(loader):
+        step_now = (i + 1) % accum == 0
+        train_batch(model, optimizer, scaler, x, step_now=step_now, clear=i % accum == 0)
+"""
+
+
+def test_a_literal_decides_the_step_of_one_call():
+    """A probe that passes False never steps: its zero_grad discards no window; the flag of another call is not its flag."""
+    assert not findings(PROBED.format(step="False"), "HS181")
+
+
+CLEARED = """\
+import torch
+
+def train_batch(model, optimizer, x, step_now):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    if step_now:
+        optimizer.step()
+
+def fit(model, optimizer, loader, accum):
+    for i, x in enumerate(loader):
+        step_now = (i + 1) % accum == 0
+        train_batch(model, optimizer, x, step_now)
+"""
+
+
+def test_a_flag_that_every_call_counts():
+    """The same function still has a window where each call passes a counting flag."""
+    assert [f.line for f in findings(CLEARED, "HS181")] == [4]

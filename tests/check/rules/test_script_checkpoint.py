@@ -470,3 +470,92 @@ torch.save({{"m": model.state_dict(), "o": optimizer.state_dict()}}, "final")
 def test_a_final_checkpoint_counts_only_where_no_other_is_written(save, lines):
     """A script that saves its optimizer during the training and after it is reported at the first."""
     assert [f.line for f in findings(FINAL.format(save=save), "HS170")] == lines
+
+
+PIPELINE = "from sklearn.pipeline import Pipeline\nfrom sklearn.preprocessing import StandardScaler\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "is_reported"),
+    [
+        ('columns = Pipeline([("imputer", Imputer()), ("scaler", StandardScaler())])\n', True),
+        ('columns = build({"scaler": StandardScaler(), "bins": 3})\n', True),
+        ('parts = [("model", model), ("scaler", scaler)]\n', False),
+        ('parts = {"scaler": scaler.state_dict}\n', False),
+    ],
+)
+def test_a_scaler_of_data_is_no_state_of_the_scaler(before, is_reported):
+    """HS170 is silent for any entry with that name, except one that scales data."""
+    text = PIPELINE + HEAD + before + LOAD + LOOP.format(save='torch.save({"o": optimizer.state_dict()}, "x")')
+    assert ("HS170" in {f.code for f in findings(text)}) == is_reported
+
+
+COUNTED = """\
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.epoch = 0
+
+    def fit(self, epochs):
+        {loop}
+            for x in self.loader:
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = self.model(x)
+                self.optimizer.zero_grad()
+                self.scaler.scale(loss).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            torch.save({{"model": self.model.state_dict(), "scaler": self.scaler.state_dict(), "epoch": self.epoch}}, "x")
+
+    def restore(self):
+        state = torch.load("x")
+        self.model.load_state_dict(state["model"])
+        self.epoch = state["epoch"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_reported"),
+    [
+        ("for epoch in range(self.epoch + 1, epochs):", True),
+        ("for epoch in range(self.epoch, epochs):", True),
+        ("while self.epoch < epochs:", True),
+        ("for epoch in range(epochs):", False),  # the counter is only shown
+        ("for epoch in range(1, self.epoch):", False),
+    ],
+)
+def test_a_run_that_starts_at_a_restored_counter(loop, is_reported):
+    """HS171 where the loop continues from the counter of the checkpoint; the weights alone may be for evaluation."""
+    assert bool(findings(COUNTED.format(loop=loop), "HS171")) == is_reported
+
+
+CHANGED = """\
+import torch
+def train(cfg, model, optimizer, loader):
+    {device}
+    scaler = torch.amp.GradScaler("cuda", enabled=cfg.use_amp)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast(cfg.device, enabled=cfg.use_amp):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+NO_CUDA = 'if not torch.cuda.is_available():\n        cfg.device = "cpu"'
+
+
+@pytest.mark.parametrize(
+    ("device", "is_idle"),
+    [
+        (NO_CUDA, False),
+        (NO_CUDA + '\n    elif cfg.small:\n        cfg.device = "cpu"', False),
+        ('cfg.device = "cpu"', True),
+        (NO_CUDA + '\n    else:\n        cfg.device = "cpu"', True),
+    ],
+)
+def test_a_device_that_is_changed_under_a_condition(device, is_idle):
+    """Where `cfg.device` becomes "cpu" only without CUDA, autocast is not always in bfloat16."""
+    assert bool(findings(CHANGED.format(device=device), "HS120")) == is_idle

@@ -412,3 +412,34 @@ CHOICES = 'choices=["fp32", "bf16"], default="fp32"'
 def test_the_name_of_a_format_is_no_flag(option, code, expected):
     """HS133: every name is true, that of float32 too; a test of an option without a default asks whether it is set."""
     assert [f.line for f in findings(NAMED.format(option=option, code=code), "HS133")] == expected
+
+
+FALSE = "parser.add_argument('--amp', action='store_false')\n"
+NO_AMP = "parser.add_argument('--no-amp', dest='amp', action='{action}')\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (FALSE + NO_AMP.format(action="store_false") + "parser.set_defaults(amp=False)\n", ["HS133:3"]),
+        (FALSE + "parser.set_defaults(amp=False)\n", ["HS133:3"]),
+        ("parser.set_defaults(amp=True)\n" + FALSE.replace("false", "true"), ["HS133:4"]),
+        (
+            FALSE.replace("')", "', default=False)")
+            + NO_AMP.format(action="store_false").replace("')", "', default=False)"),
+            ["HS133:3"],
+        ),
+        (FALSE + NO_AMP.format(action="store_false"), []),  # on unless a flag switches it off
+        (FALSE + "parser.set_defaults(amp=True)\n", []),
+        (FALSE.replace("false", "true") + NO_AMP.format(action="store_false") + "parser.set_defaults(amp=False)\n", []),
+        (FALSE + "parser.set_defaults(**settings)\n", []),
+        (FALSE + "parser.set_defaults(amp=False)\nargs = parser.parse_args()\nsetattr(args, key, value)\n", []),
+        (
+            FALSE + "parser.set_defaults(amp=False)\nargs = parser.parse_args()\nsetattr(args, f'{key}_dir', value)\n",
+            ["HS133:3"],
+        ),
+    ],
+)
+def test_options_that_only_store_the_default_of_the_parser(options, expected):
+    """Every flag of an option is read together with `set_defaults`, which replaces the default of each."""
+    assert [f"{f.code}:{f.line}" for f in findings(HEAD + options, "HS133")] == expected

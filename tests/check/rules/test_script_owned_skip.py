@@ -140,3 +140,34 @@ def test_a_clip_in_training_step_of_a_trainer(steps, default, test, method, expe
     """It runs once per micro-batch; an option counts as its default."""
     text = TRAINER.format(steps=steps, default=default, test=test, method=method)
     assert [f.line for f in findings(text, "HS189")] == expected
+
+
+SHOWN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    if any(not torch.isfinite(p.grad).all() for p in model.parameters()):
+        {skip}
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("skip", "is_reported"),
+    [
+        ("bar.update(1)", True),
+        ("meter.update(loss.item(), n)", True),
+        ("bar.update()", False),  # may be another name of the scaler
+        ("self.scaler.update(1024.0)", False),
+        ("update_scale()", False),
+    ],
+)
+def test_a_bar_that_is_updated_in_a_skipped_iteration(skip, is_reported):
+    """The update of a progress bar or a meter does not lower the scale."""
+    assert bool(findings(SHOWN.format(skip=skip), "HS157")) == is_reported

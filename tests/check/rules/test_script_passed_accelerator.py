@@ -102,3 +102,33 @@ PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)"
 def test_an_optimizer_that_one_setting_prepares(prepare, step, is_reported):
     """Without the setting the gradients stay scaled, unless the step or another optimizer depends on it as well."""
     assert ("HS198" in reported(BRANCH.format(prepare=prepare, step=step))) is is_reported
+
+
+DECLARED = """\
+import argparse
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("{option}", type=int, default=8)
+args = parser.parse_args()
+accelerator = Accelerator(mixed_precision="bf16"{steps})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "steps", "is_reported"),
+    [
+        ("--gradient_accumulation_steps", "", True),
+        ("--grad-accum-steps", "", True),
+        ("--gradient_accumulation_steps", ", gradient_accumulation_steps=args.gradient_accumulation_steps", False),
+        ("--batch_size", "", False),
+    ],
+)
+def test_an_option_that_is_declared_and_never_read(option, steps, is_reported):
+    """HS177 also where the script declares the number of steps on the command line and reads it nowhere."""
+    assert ("HS177" in reported(DECLARED.format(option=option, steps=steps))) == is_reported

@@ -359,3 +359,33 @@ for i, x in enumerate(loader):
 def test_a_schedule_that_advances_on_every_micro_batch(length, end, advance, expected):
     """Before the first optimizer step it has left its first learning rates, if windows are longer than one batch."""
     assert reported(MICRO.format(length=length, end=end, advance=advance), "HS195") == expected
+
+
+OTHER = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+total = epochs * len(loader)
+temp_scheduler = {schedule}
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    temp_scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("TemperatureScheduler(highest=1.5, power=2.0, total_steps=total)", []),
+        ("BetaScheduler(1.0, warmup_epochs=total)", []),
+        ("TemperatureScheduler(adam, total_steps=total)", [12]),  # any variable may be the optimizer
+        ("WarmupScheduler(optimizer=adam, total_steps=total)", [12]),
+    ],
+)
+def test_a_schedule_of_another_number(schedule, expected):
+    """A schedule that receives numbers and counts, and no optimizer, does not set the learning rate."""
+    assert reported(OTHER.format(schedule=schedule)) == expected

@@ -514,3 +514,29 @@ def test_an_autoencoder_runs_by_encode_and_decode(model, context, expected):
     """A model without a call of its own is trained and validated by its two halves."""
     text = AUTOENCODER.format(model=model, context=context)
     assert [f.line for f in findings(text, "HS149")] == expected
+
+
+IMAGES = """\
+import torch
+def fit(model, loader, optimizer):
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+def {name}(model, loader):
+    model.eval()
+    for x in loader:
+        with torch.no_grad():
+            out = model(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("validate", [13]), ("write_heatmaps", []), ("draw_examples", []), ("_render_views", [])],
+)
+def test_images_are_no_validation(name, expected):
+    """A function that runs the model for images is not timed or compared like validation."""
+    assert reported(IMAGES.format(name=name)) == expected

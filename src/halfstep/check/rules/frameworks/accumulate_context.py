@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -132,6 +133,8 @@ def _own_setting(script: Script) -> str:
                     return ""  # counted by the script itself
                 if isinstance(parent, ast.keyword) and parent.arg in {"gradient_accumulation_steps", "num_steps"}:
                     return ""
+    # An option that the script declares, and reads nowhere.
+    settings += [f"args.{name}" for _, _, name in Options(script).declared if _STEPS.match(name)]
     return settings[0] if settings else ""
 
 

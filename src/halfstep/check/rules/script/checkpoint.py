@@ -19,17 +19,16 @@ from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
     entry_of,
     is_setting,
-    looks_up,
+    names_scaler,
     passed_objects,
     restored_copies,
     restored_counter,
     saves,
     written_out,
 )
-from halfstep.check.script.objects.values import Scaler, constant, text_of
+from halfstep.check.script.objects.values import Scaler, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.scaler_class import data_scalers
 
 __all__ = ["RULES"]
 
@@ -55,7 +54,6 @@ _SAVES = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|
 _RESTORES = regex(r"load|resum|restor|restart", re.IGNORECASE)
 _LOADS = regex(r"load|resum|restor|register|setup|init", re.IGNORECASE)
 _TRAINS = regex(r"train|fit|epoch|step|loop", re.IGNORECASE)
-_ABOUT = regex(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
 # Names of what is not a scaler.
 _OTHERS = regex(
     r"optim|(^|_)opts?$|model|(^|_)nets?($|_)|sched|(^|_)ema($|_)|discriminator|generator|encoder", re.IGNORECASE
@@ -164,7 +162,7 @@ class ScalerNotSaved(ScriptRule):
         steps = _stepping(script)
         # A function that restores the scaler saves nothing.
         handed = [e for e in _handed(script) if saves(_callee(e)) or not _RESTORES.search(_callee(e))]
-        if script.has("save_scaler") or handed or _names_scaler(script):
+        if script.has("save_scaler") or handed or names_scaler(script.outline, script.scalers):
             return
         yield from self._owned(script)
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
@@ -251,40 +249,6 @@ def _purpose(script: Script, event: Event) -> str:
 def _is_final(event: Event) -> bool:
     """Whether an optimizer is saved once, after the training."""
     return not event.loops and not saves(event.function.name)
-
-
-def _names_scaler(script: Script) -> bool:
-    """Whether a key or attribute has "scaler" in its name: the scaler is saved some other way."""
-    others = data_scalers(script.outline)
-    if not any("scaler" in text for text in script.outline.strings - others if text.isidentifier()):
-        return False
-    for node in ast.walk(script.tree):
-        if isinstance(node, ast.Dict):
-            if _is_setup(script, node):
-                continue
-            entries = ((str(constant(k)), v) for k, v in zip(node.keys, node.values, strict=True))
-            logged = [v for name, v in entries if "scaler" in name and name not in others]
-            if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
-                return True
-        elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
-            continue  # whether there is a scaler, or its name in a log, not what a checkpoint contains
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            continue  # a read, `parts["scaler"]`; what is called on it is an event of its own
-        elif not isinstance(node, ast.Constant):
-            texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
-            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t and t not in others for t in texts):
-                return True
-    return False
-
-
-def _is_setup(script: Script, node: ast.Dict) -> bool:
-    """Whether a dictionary is what a function returns for the training loop: its entry is the scaler itself, not its state."""
-    if not isinstance(script.outline.parents.get(node), ast.Return):
-        return False
-    function = next((n for n in script.above(node) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
-    scalers = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
-    objects = all(key_of(v) and script.scalers_named(key_of(v)) for v in scalers)
-    return objects and function is not None and not _SAVES.search(function.name)
 
 
 def _spread(script: Script, *verbs: str) -> Iterator[Event]:

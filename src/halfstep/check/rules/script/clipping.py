@@ -21,7 +21,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over, contexts_before
+from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over, contexts_before, length_of
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -248,7 +248,9 @@ class ClipEveryMicroBatch(TraceRule):
             window = f"`{engine.key}.accumulate`"
         else:
             step = next(later(trace, index, "opt_step"), None)
-            if step is None or not trace[step].accumulating or trace[step].loops != event.loops or not event.loops:
+            if step is None or not trace[step].accumulating or trace[step].loops != event.loops:
+                return None
+            if not event.loops and not _is_micro_batch(script, trace, index, trace[step]):
                 return None
             condition = ""
             window = f"the window at whose end `{trace[step].optimizer}` steps"
@@ -314,6 +316,15 @@ class ClipEveryMicroBatch(TraceRule):
             f"only when {window.ends}: incomplete sums are clipped",
             instead="clip once per window, right before the step",
         )
+
+
+def _is_micro_batch(script: Script, trace: Trace, index: int, step: Event) -> bool:
+    """Whether a function without a loop runs once per micro-batch: it has the backward, the clip, and a step that counts."""
+    event = trace[index]
+    back = next(earlier(trace, index, "backward", "owned_backward", *STEPS), None)
+    is_here = back is not None and "backward" in trace[back].kind and trace[back].function is event.function
+    is_open = is_here and back is not None and trace[back].guards == event.guards
+    return is_open and step.function is event.function and any(length_of(script, g) for g in step.accumulating)
 
 
 def _default(script: Script, node: ast.expr) -> object:

@@ -77,7 +77,7 @@ class BooleanOption(ScriptRule):
         "_tf32",
         "--tf32",
     )
-    lines = ("type=bool", "default=True", "store_true")
+    lines = ("type=bool", "default=True", "store_true", "store_false", "set_defaults")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options named after a precision whose type is bool, or which store their default."""
@@ -85,7 +85,7 @@ class BooleanOption(ScriptRule):
         for call, flag, name in options.declared:
             if not PRECISION_OPTION.search(name.lower()):
                 continue
-            kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
+            kind = argument(call, None, "type")
             default = _default(script, call)
             if kind is not None and _BOOL.fullmatch(text_of(kind)):
                 yield self.finding(
@@ -93,11 +93,7 @@ class BooleanOption(ScriptRule):
                     f"`{flag} False` is True: bool of a non-empty string",
                     instead="action=argparse.BooleanOptionalAction, or action='store_true'",
                 )
-            elif (
-                (stored := _stored(call, action)) is not ...
-                and default is stored
-                and not options.is_switched(call, name)
-            ):
+            elif (stored := _only_value(script, options, call, name)) is not ...:
                 serious = _TRAINS.search(script.source.text) and "tf32" not in name.lower()
                 yield self.finding(
                     script.where(call),
@@ -228,8 +224,23 @@ def _default(script: Script, call: ast.Call) -> object:
     return constant(value)
 
 
-def _stored(call: ast.Call, action: object) -> object:
+def _only_value(script: Script, options: Options, call: ast.Call, name: str) -> object:
+    """The default of an option that every flag for it stores as well; ... if something can change it, or at the second flag."""
+    same = [c for c, _, n in options.declared if n == name]
+    stored = {_stored(c) for c in same}
+    by_parser = options.set_default(name)
+    # A default of the parser replaces those of its options.
+    default = by_parser[1] if by_parser is not None else _default(script, call)
+    if call is not same[0] or stored == {...} or not all(value is default for value in stored):
+        return ...
+    if by_parser is None and any(_default(script, c) is not default for c in same):
+        return ...  # the default of the first one counts, unless the options are of several parsers
+    return ... if options.is_switched(same, name, by_parser[0] if by_parser is not None else None) else default
+
+
+def _stored(call: ast.Call) -> object:
     """The value that an option without an argument stores, True or False; ... for any other action."""
+    action = constant(argument(call, None, "action"))
     if action == "store_const" and isinstance(value := constant(argument(call, None, "const")), bool):
         return value
     return {"store_true": True, "store_false": False}.get(str(action), ...)

@@ -58,8 +58,8 @@ _WRAPPER = regex(r"accelerator|fabric|trainer", re.IGNORECASE)
 _METHODS = regex(r"^(generate|predict|encode)")
 _LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
-# Exports are no validation.
-_ASIDE = regex(r"visuali|plot|debug|demo|export|onnx|profil|^_*(save|dump)_", re.IGNORECASE)
+# Exports and images are no validation.
+_ASIDE = regex(r"visuali|plot|heat_?map|debug|demo|export|onnx|profil|^_*(save|dump|draw|render)_", re.IGNORECASE)
 
 
 class ScalerInValidation(TraceRule):

@@ -167,11 +167,17 @@ class Conditions:
         """The condition `(i + 1) % n == 0` of an expression or of a variable that counts a window; "" for any other."""
         if _counts(node):
             return text_of(node)
-        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
+        key = key_of(node)
+        bindings = self.outline.lookup(key, self.function) if key and not self._is_literal_somewhere(key) else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
         if not bindings:
             value = self._returned(node)
         return text_of(value) if value is not None and _counts(value) else ""
+
+    def _is_literal_somewhere(self, key: str) -> bool:
+        """Whether a call passes True or False for a parameter: the variable of that name in another caller is not its value."""
+        passed = self.outline.passed(key, self.function) if key in self.function.params else ()
+        return any(isinstance(value, ast.Constant) for value, _ in passed)
 
     def _returned(self, node: ast.expr) -> ast.expr | None:
         """What a call of a short function, or a property of this class, returns: `self.is_last(i)`.

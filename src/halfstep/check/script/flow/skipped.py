@@ -164,15 +164,28 @@ def _is_threshold(node: ast.AST) -> bool:
 def _touches(script: Script, parts: Sequence[ast.AST], event: Event) -> bool:
     """Whether a branch uses the scaler, or may through a method that this file does not define."""
     scaler = event.scaler.rsplit(".", 1)[-1]
-    if any(name == scaler or "update" in name for part in parts for name in _names(part)):
-        return True
     calls = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+    shown = {id(call.func) for call in calls if _is_of_bar(call)}
+    nodes = (node for part in parts for node in ast.walk(part) if id(node) not in shown)
+    if any(name == scaler or "update" in name for node in nodes for name in _own_name(node)):
+        return True
     return any(_is_elsewhere(script, call, event) for call in calls)
+
+
+def _is_of_bar(call: ast.Call) -> bool:
+    """Whether a call is `bar.update(1)` or `meter.update(loss, n)`: a scaler's update has no argument, or a new scale."""
+    func = call.func
+    return isinstance(func, ast.Attribute) and func.attr == "update" and bool(call.args) and "scal" not in text_of(func)
 
 
 def _names(node: ast.AST) -> list[str]:
     """Every name, attribute and keyword in an expression or statement."""
-    return [text for part in ast.walk(node) if isinstance(text := getattr(part, _NAMED.get(type(part), ""), None), str)]
+    return [text for part in ast.walk(node) for text in _own_name(part)]
+
+
+def _own_name(node: ast.AST) -> list[str]:
+    text = getattr(node, _NAMED.get(type(node), ""), None)
+    return [text] if isinstance(text, str) else []
 
 
 def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.expr]:

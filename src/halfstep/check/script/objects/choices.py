@@ -102,7 +102,7 @@ def _either(
         return frozenset().union(*parts) if parts and len(returns) <= MAX_VALUES else _NOTHING
     values = outline.sources(key, function)
     # Callers outside the file may pass anything for a parameter.
-    outside = _NOTHING if key in function.params else frozenset()
+    outside = _NOTHING if key in function.params or _has_value_before(outline, key) else frozenset()
     default = default_of(function, key) if key in function.params else None
     if default is not None and constant(default) is not None:
         values = [*values, (default, function)]
@@ -111,6 +111,25 @@ def _either(
     if len(values) > MAX_VALUES:
         return _NOTHING
     return outside.union(*(read(outline, v, scope, depth - 1) for v, scope in values if v is not node))
+
+
+def _has_value_before(outline: Outline, key: str) -> bool:
+    """Whether a setting of another object is only changed under a condition: `if not torch.cuda.is_available(): cfg.device = "cpu"`."""
+    bindings = outline.bindings.get(key, []) if "." in key and not key.startswith("self.") else []
+    nodes = {b.node for b in bindings}
+    return bool(nodes) and not any(_always_sets(_outermost_if(outline, node), nodes) for node in nodes)
+
+
+def _outermost_if(outline: Outline, node: ast.AST) -> ast.AST:
+    while isinstance(parent := outline.parents.get(node), ast.If):
+        node = parent
+    return node
+
+
+def _always_sets(statement: ast.AST, nodes: set[ast.AST]) -> bool:
+    """Whether a statement is one of the assignments, or an `if` with one in each branch."""
+    blocks = (statement.body, statement.orelse) if isinstance(statement, ast.If) else ()
+    return statement in nodes or (bool(blocks) and all(any(_always_sets(s, nodes) for s in block) for block in blocks))
 
 
 def strings_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,10 +63,10 @@ class Options:
                 return call, flag
         return None
 
-    def is_switched(self, call: ast.Call, name: str) -> bool:
-        """Whether something else sets the value of an option: another option, an assignment, or a default."""
+    def is_switched(self, calls: Collection[ast.Call], name: str, default: ast.Call | None = None) -> bool:
+        """Whether something else than some options, and a call of set_defaults, sets their value: another option or an assignment."""
         off = {f"no_{name}", f"disable_{name}", f"no{name}", f"without_{name}", f"not_{name}", f"skip_{name}"}
-        if any(other is not call and (n == name or n in off) for other, _, n in self.declared):
+        if any(other not in calls and (n == name or n in off) for other, _, n in self.declared):
             return True
         is_parser = "self.add_argument(" in self.script.source.text or "namespace=self" in self.script.source.text
         spaces = _namespaces(self)
@@ -75,9 +76,15 @@ class Options:
                 is_own = not is_parser and isinstance(node.value, ast.Name) and node.value.id == "self"
                 if not is_own and not self._is_copy(node, spaces):
                     return True
-            elif isinstance(node, ast.Call) and _sets(node, name):
+            elif isinstance(node, ast.Call) and node is not default and _sets(node, name):
                 return True
         return False
+
+    def set_default(self, name: str) -> tuple[ast.Call, object] | None:
+        """The one `parser.set_defaults(amp=False)` of an option, with the value; None if there is none, or several."""
+        calls = [n for n in self.nodes if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "set_defaults"]
+        defaults = [(call, constant(k.value)) for call in calls for k in call.keywords if k.arg == name]
+        return defaults[0] if len(defaults) == 1 else None
 
     def _is_copy(self, target: ast.Attribute, spaces: set[str]) -> bool:
         """Whether an assignment copies an option to another object: `cfg.amp = args.amp`."""
@@ -92,10 +99,18 @@ def _sets(call: ast.Call, name: str) -> bool:
     """Whether a call may set a value of the namespace: setattr, set_defaults, an update of its dictionary."""
     last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if last == "setattr":
-        return len(call.args) < 2 or constant(call.args[1]) in (..., name)
+        return len(call.args) < 2 or _may_be(call.args[1], name)
     if last == "set_defaults":
         return any(keyword.arg in (None, name) for keyword in call.keywords)
     return last == "update" and any(word in text_of(call.func) for word in ("vars(", "__dict__"))
+
+
+def _may_be(node: ast.expr, name: str) -> bool:
+    """Whether an expression may be a name: a literal is one name, and f"{part}_dir" only those with that ending."""
+    if not isinstance(node, ast.JoinedStr):
+        return constant(node) in (..., name)
+    parts = [re.escape(str(v.value)) if isinstance(v, ast.Constant) else ".*" for v in node.values]
+    return re.fullmatch("".join(parts), name) is not None
 
 
 def stays_here(options: Options) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import options_of
-from halfstep.check.script.objects.values import Scaler, text_of
+from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
 
 __all__ = [
     "adds_entries",
@@ -22,6 +23,7 @@ __all__ = [
     "is_setting",
     "looks_up",
     "looped_objects",
+    "names_scaler",
     "passed_objects",
     "restored_copies",
     "restored_counter",
@@ -32,6 +34,7 @@ __all__ = [
 
 MAX_DEPTH = 4
 _COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters"}
+_RANGES = {"range", "trange"}
 _START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the parameter with the epoch to start at
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 # Also `save_best_model`, `save_sft_checkpoint`; a final one is not for resuming.
@@ -45,6 +48,8 @@ _SETTING = regex(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settin
 _HOLDS = regex(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$")
 # Functions of another file whose result is saved: `torch.save(build_checkpoint(model, optimizer), path)`.
 _BUILDS = regex(r"(^|\.)_*(build|make|create|pack|compose|assemble|prepare)_(\w+_)?(checkpoint|ckpt|snapshot)(_\w+)?$")
+_ABOUT = regex(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
+_OWNS_STATE = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -67,6 +72,25 @@ def _continues(outline: Outline) -> bool:
             value = node.left.args[0] if isinstance(node.left, ast.Call) and node.left.args else node.left
             if _reads_counter(node.left) or _reads_counter(value):
                 return True
+    return _starts_at_counter(outline)
+
+
+def _starts_at_counter(outline: Outline) -> bool:
+    """Whether a loop starts at a variable with the counter of a checkpoint: `range(self.epoch + 1, n)`, `while step < n`."""
+    keys = {
+        key
+        for key, bindings in outline.bindings.items()
+        if any(b.value is not None and _reads_counter(b.value) for b in bindings)
+    }
+    for node in outline.parents if keys else ():
+        if isinstance(node, ast.While) and isinstance(node.test, ast.Compare):
+            is_below = isinstance(node.test.ops[0], (ast.Lt, ast.LtE))
+            if is_below and key_of(node.test.left) in keys:
+                return True
+        elif isinstance(node, ast.Call) and key_of(node.func) in _RANGES and len(node.args) > 1:
+            start = node.args[0]
+            if key_of(start.left if isinstance(start, ast.BinOp) else start) in keys:
+                return True
     return False
 
 
@@ -81,9 +105,7 @@ def restored_counter(outline: Outline, scalers: tuple[Scaler, ...], function: Fu
         return ""
     loops = (n for n in ast.walk(function.node) if isinstance(n, ast.For))
     calls = (n for loop in loops for n in ast.walk(loop.iter) if isinstance(n, ast.Call) and len(n.args) > 1)
-    names = (
-        key_of(call.args[0]) for call in calls if key_of(call.func) in {"range", "trange"}
-    )  # also tqdm(range(...))
+    names = (key_of(call.args[0]) for call in calls if key_of(call.func) in _RANGES)  # also tqdm(range(...))
     start = next((name for name in names if name in function.params and _START.search(name)), "")
     return f"`{start}` is restored" if start else ""
 
@@ -297,3 +319,47 @@ def _is_collection(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return key_of(node.func) == "dict"
     return isinstance(node, (ast.Tuple, ast.List, ast.Dict))
+
+
+def names_scaler(outline: Outline, scalers: tuple[Scaler, ...]) -> bool:
+    """Whether a key or attribute has "scaler" in its name: the scaler is saved some other way."""
+    others = data_scalers(outline)
+    if not any("scaler" in text for text in outline.strings - others if text.isidentifier()):
+        return False
+    for node in ast.walk(outline.module.node):
+        if isinstance(node, ast.Dict):
+            if _is_setup(outline, scalers, node):
+                continue
+            entries = ((str(constant(k)), v) for k, v in zip(node.keys, node.values, strict=True))
+            logged = [v for name, v in entries if "scaler" in name and name not in others and not _is_of_data(v)]
+            if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
+                return True
+        elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
+            continue  # whether there is a scaler, or its name in a log, not what a checkpoint contains
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            continue  # a read, `parts["scaler"]`; what is called on it is an event of its own
+        elif isinstance(node, ast.Tuple) and any(map(_is_of_data, node.elts)):
+            continue  # a step of a scikit-learn pipeline, `("scaler", StandardScaler())`
+        elif not isinstance(node, ast.Constant):
+            texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
+            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t and t not in others for t in texts):
+                return True
+    return False
+
+
+def _is_of_data(node: ast.expr) -> bool:
+    """Whether an expression creates a scaler of data."""
+    return isinstance(node, ast.Call) and is_data_scaler(text_of(node.func).rsplit(".", 1)[-1])
+
+
+def _is_setup(outline: Outline, scalers: tuple[Scaler, ...], node: ast.Dict) -> bool:
+    """Whether a dictionary is what a function returns for the training loop: its entry is the scaler itself, not its state."""
+    function = outline.parents.get(node)
+    if not isinstance(function, ast.Return):
+        return False
+    while function is not None and not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        function = outline.parents.get(function)
+    values = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
+    names = {s.key.rsplit(".", 1)[-1] for s in scalers}
+    objects = all(key_of(v) and key_of(v).rsplit(".", 1)[-1] in names for v in values)
+    return objects and function is not None and not _OWNS_STATE.search(function.name)
