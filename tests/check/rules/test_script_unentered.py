@@ -100,3 +100,40 @@ def test_a_context_of_another_file_may_be_a_region(context, is_reported):
     plain = "        loss = criterion(model(x), y)\n"
     script = MODEL.format(created="build(4)").replace(plain, f"        with {context}:\n    {plain}")
     assert bool(findings(script, "HS134")) == is_reported
+
+
+TAKEN_OUT = """\
+import torch
+from contextlib import nullcontext
+dtype = "float16"
+{context}
+scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
+{before}
+for x in loader:
+    with {name}:
+        loss = model(x).loss
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+NULL = "ctx = nullcontext()"
+CHOSEN = 'ctx = nullcontext() if cpu else torch.autocast("cuda", dtype=torch.float16)'
+
+
+@pytest.mark.parametrize(
+    ("context", "name", "before", "expected"),
+    [
+        (NULL, "ctx", "", [11]),
+        (NULL, "ctx", 'bits = {"float16": torch.float16}[dtype]', [11]),
+        (NULL, "settings.ctx", "", []),  # of another file
+        (CHOSEN, "ctx", "", []),
+        (NULL + "\nif amp:\n    ctx = make_context(dtype)", "ctx", "", []),
+        (NULL, "ctx", "model = model.half()", []),
+        (NULL, "ctx", "model = Model.from_pretrained(path, torch_dtype=dtype)", []),
+    ],
+)
+def test_a_context_that_is_null_in_every_run(context, name, before, expected):
+    """HS134 where the context of the forward was a region once, and the scaler still scales."""
+    text = TAKEN_OUT.format(context=context, name=name, before=before)
+    assert [f.line for f in findings(text, "HS134")] == expected

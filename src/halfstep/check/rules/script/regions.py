@@ -16,7 +16,14 @@ from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.forwards import idle_regions, is_configured, is_created_plain
+from halfstep.check.script.objects.forwards import (
+    idle_regions,
+    is_configured,
+    is_created_plain,
+    is_null_context,
+    loads_in_dtype,
+    was_forgotten,
+)
 from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -37,7 +44,6 @@ _OPTION = regex(
     r"(self\.)?\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
     r"(\.\w+|\[['\"]\w+['\"]\]|\.get\([^()]*\))+"
 )
-_COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
 _NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
@@ -99,18 +105,19 @@ class ScalerWithoutAutocast(TraceRule):
                 or self._for_evaluation(script, trace, index)
                 or self._by_other_test(script, trace, index)
                 or self._always_enabled(script, trace, index)
+                or self._in_null_context(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
             return None
         if any(_MAY_CAST.search(text_of(r.node)) for e in forwards for r in e.regions):
-            return None  # `with settings.ctx:`, which another file sets
+            return self._in_null_context(script, trace, index)  # any other, `with settings.ctx:`, may be a region
         is_plain = all(is_created_plain(script, e.subject, e.function) for e in forwards)
         # A flag that switches the scaler, and that the model does not receive, switches no region of the model.
         is_switched = all(s.enabled != "yes" for s in scalers)
         is_told = not is_switched or any(is_configured(script, e.subject, e.function) for e in forwards)
-        if not is_plain and not _was_forgotten(script) and is_told:
+        if not is_plain and not was_forgotten(script) and is_told:
             return None  # a model of another file may open a region in its forward
         return self.finding(
             script.where(event.node),
@@ -236,7 +243,7 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or any(map(is_amp, (*event.guards, *opened.guards))) or _casts(trace):
             return None
         autocasts = opened.regions[-1].autocasts
-        own, others = _switch(scalers[0].node), [_switch(a.node) for a in autocasts]
+        own, others = argument(scalers[0].node, None, "enabled"), [argument(a.node, None, "enabled") for a in autocasts]
         if (
             own is None
             or isinstance(own, ast.Constant)
@@ -263,7 +270,7 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or _casts(trace):
             return None
         guards = (*event.guards, *opened.guards, *conditions_of(script.outline, scalers[0].node))
-        switches = [_switch(a.node) for a in opened.regions[-1].autocasts]
+        switches = [argument(a.node, None, "enabled") for a in opened.regions[-1].autocasts]
         options = {_option_of(script, node, opened.function) for node in switches if node is not None}
         option = options.pop() if len(options) == 1 and None not in switches else ""
         if not option or not is_amp((option, True)) or any(map(is_amp, guards)):
@@ -273,6 +280,25 @@ class ScalerWithoutAutocast(TraceRule):
             f"when `{option}` is false, autocast is disabled ({script.at(opened.node)}) and this scaler is not: it scales a loss that is computed in float32",
             instead=f"GradScaler(..., enabled={option})",
             severity="advice",  # the gradients are right, after a pass over them that float32 does not need
+        )
+
+    def _in_null_context(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a model that runs in a context which is `nullcontext()` in every run: the region was taken out."""
+        event = trace[index]
+        near = [e for e in trace[:index] if e.kind == "forward" and e.loops == event.loops and compatible(e, event)]
+        forwards = [e for e in near if not e.inside("no_grad")]
+        is_null = all(
+            e.regions and all(is_null_context(script, r.node, e.function) for r in e.regions) for e in forwards
+        )
+        if not forwards or not is_null or script.autocasts or any(e.kind == "cast" for e in trace):
+            return None
+        if loads_in_dtype(script) or is_owned(script, trace, event):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}` scales the loss, but `{text_of(forwards[0].regions[-1].node)}` is nullcontext() in every run: "
+            f"`{forwards[0].local.subject}` ({script.at(forwards[0].node)}) runs in float32, unless it opens a region itself",
+            instead="make it torch.autocast(..., dtype=torch.float16), or remove the scaler",
         )
 
 
@@ -290,10 +316,6 @@ def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 
     if len(bound) != 1 or bound[0].value is None or bound[0].index is not None or not depth:
         return ""
     return key if _option_of(script, bound[0].value, bound[0].function, depth - 1) else ""
-
-
-def _switch(call: ast.Call) -> ast.expr | None:
-    return argument(call, None, "enabled")
 
 
 def _is_passed_on(script: Script, region: Autocast) -> bool:
@@ -358,14 +380,6 @@ def _calls_model(script: Script, opened: Event) -> bool:
         key_of(c.func.value) for c, _ in script.outline.calls.get("parameters", ()) if isinstance(c.func, ast.Attribute)
     }
     return any(isinstance(n, ast.Call) and key_of(n.func) in models for n in ast.walk(opened.node))
-
-
-def _was_forgotten(script: Script) -> bool:
-    """Whether `autocast` is imported, or written in a comment as a region, and used nowhere."""
-    imports = [i for i in script.outline.names.imported if i.full.endswith(".autocast") and i.full.startswith("torch.")]
-    names = {i.alias.asname or i.alias.name for i in imports}
-    unused = bool(names) and not any(script.outline.loads[name] for name in names)
-    return unused or bool(_COMMENTED.search(script.lines.text))
 
 
 @lru_cache(maxsize=1)  # the same for every event of a script

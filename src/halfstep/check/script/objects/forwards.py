@@ -12,12 +12,22 @@ from halfstep.check.script.objects.engines import loop_class
 from halfstep.check.script.objects.losses import BCE
 from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["bce_in_forward", "idle_regions", "is_configured", "is_created_plain", "off_by_default"]
+__all__ = [
+    "bce_in_forward",
+    "idle_regions",
+    "is_configured",
+    "is_created_plain",
+    "is_null_context",
+    "loads_in_dtype",
+    "off_by_default",
+    "was_forgotten",
+]
 
+_COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
 _WRAPS = {"DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"}
 _SETTINGS = regex(
@@ -209,3 +219,24 @@ def _creates_plain(script: Script, call: ast.expr | None, function: Function, de
         call = call.args[0] if call.args else None
     key = key_of(call) if call is not None else ""
     return bool(key) and depth > 0 and is_created_plain(script, key, function, depth - 1)
+
+
+def was_forgotten(script: Script) -> bool:
+    """Whether `autocast` is imported, or written in a comment as a region, and used nowhere."""
+    imports = [i for i in script.outline.names.imported if i.full.endswith(".autocast") and i.full.startswith("torch.")]
+    names = {i.alias.asname or i.alias.name for i in imports}
+    unused = bool(names) and not any(script.outline.loads[name] for name in names)
+    return unused or bool(_COMMENTED.search(script.lines.text))
+
+
+def is_null_context(script: Script, node: ast.expr, function: Function) -> bool:
+    """Whether a context is `nullcontext()` in every run: a variable of the file that has no other value."""
+    key = key_of(node)
+    values = script.outline.values(key, function) if key and key not in function.params else []
+    return bool(values) and all(isinstance(v, ast.Call) and last_name(key_of(v.func)) == "nullcontext" for v in values)
+
+
+def loads_in_dtype(script: Script) -> bool:
+    """Whether the script loads a model in a dtype of its own choice: `from_pretrained(path, torch_dtype=...)`."""
+    loads = (call for call, _ in script.outline.calls.get("from_pretrained", ()))
+    return any(k.arg in {"dtype", "torch_dtype", None} for call in loads for k in call.keywords)
