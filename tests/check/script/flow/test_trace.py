@@ -67,3 +67,25 @@ def test_a_spawned_function_is_read_without_the_condition_of_its_plain_call():
     )
     assert any("backward" in {e.kind for e in trace} for trace in traces(text))
     assert not any("backward" in {e.kind for e in trace} for trace in traces(text.replace("mp.spawn(main)", "pass")))
+
+
+def test_a_literal_of_one_call_is_not_the_variable_of_another():
+    """A flag that one call passes as False rules its branch out there, though another caller has a variable of that name."""
+    text = """\
+def step(gs, last):
+    scaler.scale(loss).backward()
+    if last:
+        gs.step(optimizer)
+def probe():
+    step(scaler, last=False)
+def fit():
+    for i, x in enumerate(loader):
+        last = {value}
+        step(scaler, last=last)
+probe()
+fit()
+"""
+    for value in ("(i + 1) % 4 == 0", "args.last"):
+        (trace,) = traces(text.format(value=value))
+        assert [len(e.loops) for e in trace if e.kind == "scaler_step"] == [1]
+        assert [len(e.loops) for e in trace if e.kind == "backward"] == [0, 1]

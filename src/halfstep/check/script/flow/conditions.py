@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Guard, is_accumulation
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Function, Outline
 
 __all__ = ["Conditions", "holds_without", "is_about", "leaves_block", "leaving"]
 
@@ -141,7 +142,7 @@ class Conditions:
         key = key_of(test)
         if not key:
             return (self.window(test) if isinstance(test, ast.Call) else "") or text_of(test)
-        bindings = self.outline.lookup(key, self.function)
+        bindings = self._bindings(key)
         if len(bindings) == 1 and bindings[0].value is not None and bindings[0].index is None:
             value = bindings[0].value
             if key_of(value):
@@ -154,7 +155,7 @@ class Conditions:
         Of `has_scaler = scaler is not None`, that comparison.
         """
         key = key_of(test)
-        bindings = self.outline.lookup(key, self.function) if key and key not in self._followed else ()
+        bindings = self._bindings(key) if key and key not in self._followed else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
         if isinstance(value, ast.Compare) and len(value.ops) == 1 and isinstance(value.ops[0], (ast.Is, ast.IsNot)):
             is_none = isinstance(value.comparators[0], ast.Constant) and value.comparators[0].value is None
@@ -167,17 +168,17 @@ class Conditions:
         """The condition `(i + 1) % n == 0` of an expression or of a variable that counts a window; "" for any other."""
         if _counts(node):
             return text_of(node)
-        key = key_of(node)
-        bindings = self.outline.lookup(key, self.function) if key and not self._is_literal_somewhere(key) else ()
+        bindings = self._bindings(key_of(node)) if key_of(node) else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
         if not bindings:
             value = self._returned(node)
         return text_of(value) if value is not None and _counts(value) else ""
 
-    def _is_literal_somewhere(self, key: str) -> bool:
-        """Whether a call passes True or False for a parameter: the variable of that name in another caller is not its value."""
+    def _bindings(self, key: str) -> Sequence[Binding]:
+        """The assignments to a variable; none to a parameter for which a call passes a literal, whatever others pass."""
         passed = self.outline.passed(key, self.function) if key in self.function.params else ()
-        return any(isinstance(value, ast.Constant) for value, _ in passed)
+        is_literal = any(isinstance(value, ast.Constant) for value, _ in passed)
+        return () if is_literal else self.outline.lookup(key, self.function)
 
     def _returned(self, node: ast.expr) -> ast.expr | None:
         """What a call of a short function, or a property of this class, returns: `self.is_last(i)`.

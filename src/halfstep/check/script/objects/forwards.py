@@ -229,7 +229,7 @@ def was_forgotten(script: Script) -> bool:
     return unused or bool(_COMMENTED.search(script.lines.text))
 
 
-def is_null_context(script: Script, node: ast.expr, function: Function) -> bool:
+def is_null_context(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a context is `nullcontext()` in every run: a variable of the file that has no other value."""
     key = key_of(node)
     values = script.outline.values(key, function) if key and key not in function.params else []
