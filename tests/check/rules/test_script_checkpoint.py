@@ -531,6 +531,43 @@ def test_a_run_that_starts_at_a_restored_counter(loop, is_reported):
     assert bool(findings(COUNTED.format(loop=loop), "HS171")) == is_reported
 
 
+RESTORED = """\
+import torch
+def load(path, model):
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    return {result}
+scaler = torch.amp.GradScaler("cuda")
+{start} = load("x", model)
+for epoch in range({first}, 9):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({{"model": model.state_dict(), "scaler": scaler.state_dict(), "epoch": epoch}}, "x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "start", "first", "is_reported"),
+    [
+        ('state["epoch"]', "start", "start", True),
+        ('int(state.get("epoch", 0))', "start", "start", True),
+        ('state["best"], state["epoch"]', "best, start", "start", True),
+        ('state["best"], state["epoch"]', "best, start", "best", False),
+        ('cfg["epoch"]', "start", "start", False),
+        ("model", "model", "0", False),
+    ],
+)
+def test_a_counter_that_a_function_returns(result, start, first, is_reported):
+    """The function that loads the checkpoint returns where the run continues."""
+    text = RESTORED.format(result=result, start=start, first=first)
+    assert bool(findings(text, "HS171")) == is_reported
+
+
 CHANGED = """\
 import torch
 def train(cfg, model, optimizer, loader):

@@ -14,7 +14,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Binding, Function, Outline
 from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 4
-_COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters"}
+_COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters", "iter_num", "start_epoch", "current_epoch"}
 _RANGES = {"range", "trange"}
 _START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the parameter with the epoch to start at
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
@@ -77,11 +77,7 @@ def _continues(outline: Outline) -> bool:
 
 def _starts_at_counter(outline: Outline) -> bool:
     """Whether a loop starts at a variable with the counter of a checkpoint: `range(self.epoch + 1, n)`, `while step < n`."""
-    keys = {
-        key
-        for key, bindings in outline.bindings.items()
-        if any(b.value is not None and _reads_counter(b.value) for b in bindings)
-    }
+    keys = {key for key, bindings in outline.bindings.items() if any(_is_restored(outline, b) for b in bindings)}
     for node in outline.parents if keys else ():
         if isinstance(node, ast.While) and isinstance(node.test, ast.Compare):
             is_below = isinstance(node.test.ops[0], (ast.Lt, ast.LtE))
@@ -91,6 +87,24 @@ def _starts_at_counter(outline: Outline) -> bool:
             start = node.args[0]
             if key_of(start.left if isinstance(start, ast.BinOp) else start) in keys:
                 return True
+    return False
+
+
+def _is_restored(outline: Outline, binding: Binding) -> bool:
+    """Whether an assignment is of the counter of a checkpoint, also one that a function of the file returns."""
+    target = outline.call_target(binding.value, binding.function) if isinstance(binding.value, ast.Call) else None
+    returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return)] if target is not None else []
+    for result in returns or [binding.value]:
+        value = result
+        if binding.index is not None:
+            parts = result.elts if isinstance(result, ast.Tuple) else []
+            value = parts[binding.index] if 0 <= binding.index < len(parts) else None
+        while isinstance(value, ast.Call) and key_of(value.func) == "int" and value.args:
+            value = value.args[0]
+        owner = value.func if isinstance(value, ast.Call) else value
+        owner = owner.value if isinstance(owner, (ast.Attribute, ast.Subscript)) else None
+        if value is not None and _reads_counter(value) and owner is not None and _is_checkpoint(owner):
+            return True
     return False
 
 
