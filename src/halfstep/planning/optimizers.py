@@ -22,6 +22,7 @@ from halfstep.kernels.moments8 import BLOCK
 from halfstep.kernels.table import CHUNK_BYTES, chunk_size, table_bytes
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import Fp32Masters
+from halfstep.optim.slabs import runs
 from halfstep.planning.ranks.shards import Part
 
 __all__ = ["StoredState", "plain_states", "run_plain", "states_after_step", "states_of", "step_scratch"]
@@ -67,6 +68,7 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
             states += [StoredState("states", 4) for _ in optimizer.scalars]
             for _ in optimizer.planned_moments(group):
                 states += _moment(layout, param)
+    states = [*_in_slabs([s for s in states if not s.by_step]), *_in_slabs([s for s in states if s.by_step])]
     if by_kernels:
         params = [p for group in optimizer.param_groups for p in _trainable(group)]
         chunk = chunk_size(layout.moment_dtype)
@@ -74,6 +76,16 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
         size = table_bytes([p.numel() for p in params], layout.moment_dtype)
         states.append(StoredState("states", size, parts=chunks))
     return states
+
+
+def _in_slabs(states: list[StoredState]) -> list[StoredState]:
+    """The allocations of these entries, made at one time: large ones share slabs."""
+    return [
+        StoredState(
+            run[0].category, sum(s.num_bytes for s in run), run[0].by_step, tuple(p for s in run for p in s.parts)
+        )
+        for run in runs(states, lambda state: state.num_bytes)
+    ]
 
 
 def _moment(layout: Layout, param: Tensor) -> list[StoredState]:
