@@ -638,11 +638,10 @@ def test_recurrent_weights_are_joined_again_after_the_cast(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
-def test_a_recurrent_layer_trains_without_compaction(precision):
-    """torch warns, which is an error here, where cuDNN has to copy the weights at every call."""
+def test_a_recurrent_layer_trains_without_compaction():
+    """torch warns, which is an error here, where cuDNN has to copy the weights at every call; it joins no bf16 weights."""
     model = nn.LSTM(64, 64).to("cuda")
-    engine = Engine(model, torch.optim.AdamW(model.parameters()), precision)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp16-lean")
     for _ in range(2):
         with engine.forward():
             loss = model(torch.randn(5, 2, 64, device="cuda"))[0].float().square().mean()
