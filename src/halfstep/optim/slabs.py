@@ -6,14 +6,14 @@ few MiB: on models of 20 to 90 million parameters, one allocation for each lost 
 2.11). In slabs of up to 128 MiB the loss is below 1 %.
 
 An entry remains a tensor of its own, contiguous and aligned as the allocator aligns, with its own version counter; only the
-storage is shared. State dicts look the same, and `torch.save` stores a shared storage once. A slab is freed with the last
-of its entries.
+storage is shared, by entries of one dtype: `torch.save` refuses a storage of two. State dicts look the same, and `torch.save`
+stores a shared storage once. A slab is freed with the last of its entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,44 +30,54 @@ SLAB = 128 << 20  # bytes at most: while one is filled, its entries exist twice
 def gather(states: Iterable[dict[str, Any]]) -> None:
     """Move the large entries of these states into slabs, in their dictionaries.
 
-    `states` may create each state as it is asked for it: no more than a slab's entries wait to be moved.
+    `states` may create each state as it is asked for it: no more than a slab's entries of each dtype wait to be moved.
     """
-    entries = ((state, name) for state in states for name in list(state) if _is_separate(state[name]))
-    for run in runs(entries, lambda entry: int(entry[0][entry[1]].nbytes), lambda entry: entry[0][entry[1]].device):
+    entries = (_Entry(state, name) for state in states for name in list(state) if _is_separate(state[name]))
+    for run in runs(entries, lambda e: e.tensor.nbytes, lambda e: (e.tensor.device, e.tensor.dtype)):
         if len(run) > 1:
             _move(run)
 
 
-def runs(
-    items: Iterable[T], size_of: Callable[[T], int], place_of: Callable[[T], object] = lambda _item: None
-) -> Iterator[list[T]]:
-    """Consecutive items that share a slab: of one place, at most a slab together; an item of SEPARATE or less is on its own."""
-    run: list[T] = []
-    total, place = 0, None
+def runs(items: Iterable[T], size_of: Callable[[T], int], kind_of: Callable[[T], Hashable]) -> Iterator[list[T]]:
+    """The items that share a slab: of one kind, at most a slab together; an item of SEPARATE or less is on its own."""
+    waiting: dict[Hashable, list[T]] = {}
+    totals: dict[Hashable, int] = {}
     for item in items:
-        size = _aligned(size_of(item))
+        size, kind = _aligned(size_of(item)), kind_of(item)
         if size <= SEPARATE:
             yield [item]
             continue
-        if run and (total + size > SLAB or place_of(item) != place):
-            yield run
-            run, total = [], 0
-        run.append(item)
-        total, place = total + size, place_of(item)
-    if run:
-        yield run
+        if totals.get(kind, 0) + size > SLAB and kind in waiting:
+            yield waiting.pop(kind)
+            totals[kind] = 0
+        waiting.setdefault(kind, []).append(item)
+        totals[kind] = totals.get(kind, 0) + size
+    yield from waiting.values()
 
 
-def _move(run: list[tuple[dict[str, Any], str]]) -> None:
-    first: Tensor = run[0][0][run[0][1]]
-    slab = torch.empty(sum(_aligned(state[name].nbytes) for state, name in run), dtype=torch.uint8, device=first.device)
+class _Entry(NamedTuple):
+    """One entry of a state."""
+
+    state: dict[str, Any]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        value: Tensor = self.state[self.name]
+        return value
+
+
+def _move(run: list[_Entry]) -> None:
+    first = run[0].tensor
+    size = sum(_aligned(entry.tensor.nbytes) for entry in run)
+    slab = torch.empty(size // first.itemsize, dtype=first.dtype, device=first.device)
     offset = 0
-    for state, name in run:
-        value: Tensor = state[name]
+    for entry in run:
+        value = entry.tensor
         # Not a view, so that a write to one entry does not count as a change of the others.
         part = torch.empty(0, dtype=value.dtype, device=value.device)
         part.set_(slab.untyped_storage(), offset // value.itemsize, value.shape, value.stride())
-        state[name] = part.copy_(value)
+        entry.state[entry.name] = part.copy_(value)
         offset += _aligned(value.nbytes)
 
 
