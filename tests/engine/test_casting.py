@@ -624,3 +624,27 @@ def test_trainable_tensor_subclasses_are_rejected_by_name_before_anything_is_cha
         with pytest.raises(SettingError, match=r"parameter 1.weight: it is a tensor subclass, TwoTensor.*Freeze it"):
             Engine(model, optimizer, precision=precision)
         assert model[0].weight.dtype is FP32
+
+
+def test_recurrent_weights_are_joined_again_after_the_cast(monkeypatch):
+    """cuDNN reads a recurrent layer's weights from one buffer; the cast makes separate tensors."""
+    model = nn.ModuleDict({"rnn": nn.LSTM(8, 8), "frozen": nn.GRU(8, 8)})
+    joined = []
+    monkeypatch.setattr(
+        nn.RNNBase, "flatten_parameters", lambda self: joined.append((self, {p.dtype for p in self.parameters()}))
+    )
+    cast_model(model, Policy.parse("fp16-lean,keep_fp32=frozen"))
+    assert joined == [(model["rnn"], {torch.float16})]
+
+
+@pytest.mark.gpu
+def test_a_recurrent_layer_trains_without_compaction():
+    """torch warns, which is an error here, where cuDNN has to copy the weights at every call; it joins no bf16 weights."""
+    model = nn.LSTM(64, 64).to("cuda")
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), "fp16-lean")
+    for _ in range(2):
+        with engine.forward():
+            loss = model(torch.randn(5, 2, 64, device="cuda"))[0].float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    engine.close()

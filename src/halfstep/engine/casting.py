@@ -68,6 +68,9 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     for target, (weight, _) in new.items():
         set_data(target, weight)
     _upcast_in_place(model, wide, policy)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(param in new for param in module.parameters()):
+            module.flatten_parameters()  # one buffer for cuDNN, which would copy separate weights at every call
     return {param: master for param, (_, master) in new.items()}
 
 

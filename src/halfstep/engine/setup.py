@@ -49,7 +49,7 @@ from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.optim.adopt import adopt, adopts
 from halfstep.optim.exchange import check_exchange, exchanging_of, join_ranks
-from halfstep.optim.masters import WithMasters, add_masters, check_masters
+from halfstep.optim.masters import WithMasters, add_masters, check_masters, start_masters
 from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
@@ -151,8 +151,7 @@ def prepare_run(
         stepped = [_stepped(o, layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, WithMasters):
-            for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                optimizer.start_master(param, masters.get(param))
+            start_masters(optimizer, masters.get)
     if policy.widens_grads(accumulate) and not owned:
         sum_gradients_in_fp32(params.values(), policy)
     if backend is not None:

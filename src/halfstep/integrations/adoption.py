@@ -19,7 +19,7 @@ from halfstep.engine.checks import check_optimizers
 from halfstep.engine.region.residual import check_residual
 from halfstep.engine.setup import convert_model, lean_layout, switch_tf32
 from halfstep.errors import SettingError
-from halfstep.optim.masters import WithMasters, add_masters, check_masters
+from halfstep.optim.masters import WithMasters, add_masters, check_masters, start_masters
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
@@ -67,8 +67,7 @@ class Adoption:
             check_masters(optimizer, master=layout["master"], states=layout["states"])
             stepped = add_masters(optimizer, **layout)
         if isinstance(stepped, WithMasters):
-            for param in (p for group in stepped.param_groups for p in group["params"] if p.requires_grad):
-                stepped.start_master(param, self._master(param))
+            start_masters(stepped, self._master)
         self._adopted[optimizer] = stepped
         return stepped
 

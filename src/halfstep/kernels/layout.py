@@ -107,11 +107,22 @@ class Layout:
             return (BLOCK * num_blocks(numel), 4 * num_blocks(numel))
         return (numel * (2 if self.states == "bf16" else 4),)
 
+    def dtypes_of_moment(self, name: str) -> tuple[torch.dtype, ...]:
+        """The dtype of each entry that `pack` makes of a moment."""
+        if self.states == "8bit":
+            return (torch.uint8 if name in self.unsigned else torch.int8, torch.float32)
+        return (self.moment_dtype,)
+
     def master_entry(self, dtype: torch.dtype) -> str | None:
         """The entry with the master of a weight of this dtype; None where there is none."""
         if dtype not in DTYPES_16_BIT or self.master == "none":
             return None
         return "master" if self.master == "fp32" else "low"
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the entry with a master."""
+        return torch.float32 if self.master == "fp32" else torch.int16
 
     def pack_master(self, master: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         """The weight of this dtype for an fp32 master, and the state entries that restore the master from it."""

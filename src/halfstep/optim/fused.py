@@ -99,9 +99,9 @@ class FusedOptimizer(LeanOptimizer):
         if fused is None:
             fused = tables[self] = FusedStep(self.rule, self.moments)
         if not fused.is_ready(params, self.state):
-            for group, param in members:
+            for param in params:
                 self._check_supported(param)
-                self._create_state(group, param)
+            self.fill_states(members)
             number = {id(group): i for i, group in enumerate(groups)}
             fused.prepare(params, self.state, [number[id(group)] for group, _ in members])
         if not fused.step([self.settings(group).row() for group in groups], None, found_inf):

@@ -24,7 +24,7 @@ stays on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ from halfstep.kernels.layout import MASTER_ENTRIES, Layout
 from halfstep.kernels.lean import lean_step, read_master
 from halfstep.optim.convert import convert, plain, without_steps
 from halfstep.optim.shards import gradient_of, is_sharded, local, own_state, placed_as, share_of, whole_state
+from halfstep.optim.slabs import gather
 from halfstep.optim.trainable import check_trainable
 
 __all__ = ["LeanOptimizer"]
@@ -129,9 +130,9 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         if self.step_together(ready=True):
             return
         active = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for group, param in active:
+        for _, param in active:
             self._check_supported(param)
-            self._create_state(group, param)
+        self.fill_states(active)
         if self.step_together(ready=False):
             return
         divisor, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -154,9 +155,9 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
         `tables` is a dictionary that the caller passes whenever it steps the same parameters; see `optim.fused`.
         """
-        for group, param in members:
+        for _, param in members:
             self._check_supported(param)
-            self._create_state(group, param)
+        self.fill_states(members)
         for group, param in members:
             self._step_by_reference(group, param, None, found_inf)
 
@@ -191,8 +192,18 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         states = "fp32" if self.states == "policy" else self.states
         return Layout(self.moments, self.unsigned, master, states, self.scalars)
 
-    def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.fill_state(self.state[param], group, local(param))
+    def fill_states(self, members: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        """Complete the states of these (group, parameter) pairs, large new entries in slabs."""
+
+        def incomplete() -> Iterator[dict[str, Any]]:
+            for group, param in members:
+                state = self.state[param]
+                num_entries = len(state)
+                self.fill_state(state, group, local(param))
+                if len(state) > num_entries:
+                    yield state
+
+        gather(incomplete())
 
     def fill_state(self, state: dict[str, Any], group: dict[str, Any], param: Tensor) -> None:
         """Add what the state of a parameter of this group lacks: step count, moments and the master of a 16-bit weight."""
@@ -229,11 +240,13 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     def set_master(self, param: Tensor, master: Tensor) -> None:
         """Set a parameter to this fp32 value: its weight, and the rest of the master next to it."""
         state = self.state[param]
-        for name in MASTER_ENTRIES:
-            state.pop(name, None)
         weight, entries = self.layout.pack_master(share_of(param, master), param.dtype)
         local(param).copy_(weight)
-        state |= entries
+        before = {name: state.pop(name) for name in MASTER_ENTRIES if name in state}
+        for name, value in entries.items():
+            stored = before.get(name, value)
+            fits = (stored.shape, stored.dtype) == (value.shape, value.dtype)
+            state[name] = stored.copy_(value) if fits else value  # in place: its part of a slab stays in use
 
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value that the optimizer works on for `param`."""
@@ -273,6 +286,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
             # replaces the parameters by sharded ones, and an entry of the old ones could not be saved.
             if masters and not self.state[param].keys() & set(MASTER_ENTRIES):
                 self.state[param] |= masters
+        gather(self.state.values())
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's class of the same name saves and loads it: fp32 moments, no masters.
@@ -288,6 +302,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         self.param_groups, self.defaults = stock.param_groups, stock.defaults
         for param in list(stock.state):  # torch's own state, or a lean one if it was adopted before
             self.state[param] = convert(own_state(stock.state.pop(param), param), local(param), self.layout)
+        gather(self.state.values())
         self._stock, stock.state = stock, self.state
 
     def __repr__(self) -> str:

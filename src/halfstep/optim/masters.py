@@ -27,9 +27,10 @@ from halfstep.kernels.lean import read_master, write_master
 from halfstep.optim.adopt import adopt, adopts, check_adoptable
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.shards import is_sharded, local, placed_as, set_data, share_of
+from halfstep.optim.slabs import gather
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["Fp32Masters", "WithMasters", "add_masters", "check_masters"]
+__all__ = ["Fp32Masters", "WithMasters", "add_masters", "check_masters", "start_masters"]
 
 _MASTERS = "_halfstep_masters"  # on the optimizer: its masters by parameter
 _STEPPING = "_halfstep_over_masters"  # on the optimizer: whether it is stepped over its masters now
@@ -211,6 +212,22 @@ class Fp32Masters(torch.optim.Optimizer):
 
 
 WithMasters = LeanOptimizer | Fp32Masters  # every optimizer that has `start_master`, `set_master` and `master_of`
+
+
+def start_masters(optimizer: WithMasters, value_of: Callable[[Tensor], Tensor | None]) -> None:
+    """Store the masters of all trainable parameters; `value_of` is that of one, or None: the weight as it is."""
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if isinstance(optimizer, Fp32Masters):
+        for param in params:
+            optimizer.start_master(param, value_of(param))
+        return
+
+    def started() -> Iterator[dict[str, Any]]:
+        for param in params:
+            optimizer.start_master(param, value_of(param))
+            yield optimizer.state[param]
+
+    gather(started())
 
 
 class _States(Mapping[Tensor, dict[str, Any]]):

@@ -11,7 +11,7 @@ The first two need no run, because their states are known to the byte.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from halfstep.kernels.moments8 import BLOCK
 from halfstep.kernels.table import CHUNK_BYTES, chunk_size, table_bytes
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import Fp32Masters
+from halfstep.optim.slabs import runs
 from halfstep.planning.ranks.shards import Part
 
 __all__ = ["StoredState", "plain_states", "run_plain", "states_after_step", "states_of", "step_scratch"]
@@ -33,13 +34,15 @@ _REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the reference
 class StoredState:
     """One tensor that stays allocated: its category, its size, and whether the first update allocates it or the Engine.
 
-    `parts` are what sharding divides of it; the rest, such as step counts, every rank has.
+    `parts` are what sharding divides of it; the rest, such as step counts, every rank has. Lean optimizers' states have a
+    dtype, by which they share slabs.
     """
 
     category: str
     num_bytes: int
     by_step: bool = True
     parts: tuple[Part, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 def states_after_step(optimizer: Any, kind: str) -> list[StoredState]:
@@ -61,12 +64,13 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
         for param in _trainable(group):
             master = layout.master_bytes(1, param.dtype)
             if master:
-                states.append(_like("master", param, master, by_step=False))
+                states.append(_like("master", param, master, by_step=False, dtype=layout.master_dtype))
             if not by_kernels:
                 states.append(StoredState("states", 4))  # the step count; the kernels have them in one table
             states += [StoredState("states", 4) for _ in optimizer.scalars]
-            for _ in optimizer.planned_moments(group):
-                states += _moment(layout, param)
+            for name in optimizer.planned_moments(group):
+                states += _moment(layout, name, param)
+    states = [*_in_slabs([s for s in states if not s.by_step]), *_in_slabs([s for s in states if s.by_step])]
     if by_kernels:
         params = [p for group in optimizer.param_groups for p in _trainable(group)]
         chunk = chunk_size(layout.moment_dtype)
@@ -76,19 +80,32 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
     return states
 
 
-def _moment(layout: Layout, param: Tensor) -> list[StoredState]:
-    """The entries of one moment: its values, or 8-bit codes and the scales of their blocks."""
-    block = BLOCK if layout.states == "8bit" else 1
+def _in_slabs(states: list[StoredState]) -> list[StoredState]:
+    """The allocations of these entries, made at one time: large ones share slabs."""
     return [
-        StoredState("states", size, parts=(Part("states", tuple(param.shape), block_bytes, block),))
-        for size, block_bytes in zip(layout.moment_bytes(param.numel()), layout.moment_bytes(1), strict=True)
+        replace(run[0], num_bytes=sum(s.num_bytes for s in run), parts=tuple(part for s in run for part in s.parts))
+        for run in runs(states, lambda state: state.num_bytes, lambda state: state.dtype)
     ]
 
 
-def _like(category: str, param: Tensor, element_bytes: int, *, by_step: bool = True) -> StoredState:
+def _moment(layout: Layout, name: str, param: Tensor) -> list[StoredState]:
+    """The entries of one moment: its values, or 8-bit codes and the scales of their blocks."""
+    block = BLOCK if layout.states == "8bit" else 1
+    entries = zip(
+        layout.moment_bytes(param.numel()), layout.moment_bytes(1), layout.dtypes_of_moment(name), strict=True
+    )
+    return [
+        StoredState("states", size, parts=(Part("states", tuple(param.shape), block_bytes, block),), dtype=dtype)
+        for size, block_bytes, dtype in entries
+    ]
+
+
+def _like(
+    category: str, param: Tensor, element_bytes: int, *, by_step: bool = True, dtype: torch.dtype | None = None
+) -> StoredState:
     """A state with an entry of this size for each element of a parameter."""
     part = Part(category, tuple(param.shape), element_bytes)
-    return StoredState(category, param.numel() * element_bytes, by_step, (part,))
+    return StoredState(category, param.numel() * element_bytes, by_step, (part,), dtype)
 
 
 def _fused_states(group: dict[str, Any], param: Tensor) -> list[StoredState]:

@@ -16,8 +16,9 @@ six kinds:
 Lean presets (16-bit weights) have a different rule for the fp32 operations. Most of them give a result as large as their
 input, and an fp32 one would flow on through the network: twice the memory traffic of a pure 16-bit model. Their kernels
 compute in fp32 inside, so there they take and give 16 bits (`LEAN_16_BIT`). What reduces still gives fp32, except where
-it keeps the reduced dimension: such a result scales its input, and `x / x.norm(dim=-1, keepdim=True)` would be fp32. fp16
-keeps fp32 results where its range needs them (`FP16_RANGE`).
+it keeps the reduced dimension: such a result scales its input, and `x / x.norm(dim=-1, keepdim=True)` would be fp32; so does
+a division by one that was given the dimension back (`LEAN_QUOTIENTS`). fp16 keeps fp32 results where its range needs them
+(`FP16_RANGE`).
 
 Names are base names; `engine/region` reads the overloads from the installed torch.
 """
@@ -25,8 +26,8 @@ Names are base names; `engine/region` reads the overloads from the installed tor
 from __future__ import annotations
 
 __all__ = [
-    "BROADCAST_BACK", "FP16_RANGE", "FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "LEAN_16_BIT", "LEAN_FP32", "ON_EVERY_DEVICE",
-    "ON_THE_OTHER_LIST", "SCALED_NORMS",
+    "BROADCAST_BACK", "FP16_RANGE", "FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "LEAN_16_BIT", "LEAN_FP32", "LEAN_QUOTIENTS",
+    "ON_EVERY_DEVICE", "ON_THE_OTHER_LIST", "SCALED_NORMS",
 ]  # fmt: skip
 
 KINDS = ("fp32", "lower", "widest", "first", "norm", "loss")
@@ -133,3 +134,7 @@ BROADCAST_BACK = ("sum", "prod", "norm", "linalg_vector_norm")
 # On no list of torch's, but how hand-written losses end: `(x - y).pow(2).mean()` is fp32 under torch.amp because pow is. The
 # mean of all elements only; over a dimension it is a layer (pooling).
 LEAN_FP32 = ("mean",)
+# Divisions by an fp32 tensor that is smaller than the 16-bit dividend give 16 bits in bf16: mostly by a sum that lost its
+# dimension and got it back, `x / x.sum(-1).unsqueeze(-1)`, as if it had kept it. Products and differences are too frequent
+# for a kernel of ours, and with a logsumexp a difference is half of a loss.
+LEAN_QUOTIENTS = ("div", "div_")

@@ -68,6 +68,8 @@ FACTORS = {
     "vector_norm": "torch.linalg.vector_norm(h, dim=-1, keepdim=True)",
     "normalize": "F.normalize(h, dim=-1)",
     "quotient": "h / h.abs().sum(-1, keepdim=True)",
+    "quotient of a sum that got its dimension back": "h / h.abs().sum(-1).unsqueeze(-1)",
+    "the same by indexing": "h / h.abs().sum(dim=-1)[:, None]",
 }
 
 
@@ -131,6 +133,32 @@ def test_a_reduction_that_keeps_its_dimension_does_not_leak_fp32(compute, code):
     result, exact = run_lean(code, compute)
     assert result.dtype is (FP32 if compute == "fp16" and "sum" in code else COMPUTE_DTYPES[compute])
     assert torch.allclose(result.float(), exact, rtol=2**-7, atol=1e-6)
+
+
+def test_a_quotient_in_place_has_a_16_bit_gradient_path():
+    """`x /= x.sum(-1).unsqueeze(-1)` is the division of a pure model: autograd sees no fp32 tensor of the size of x."""
+    h = names("bf16")["h"].requires_grad_()
+    sizes = []
+    with compute_region("cpu", "bf16", lean=True):
+        x = h.abs()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append((t.dtype, t.numel())) or t, lambda t: t):
+            x /= x.sum(-1).unsqueeze(-1)
+    x.sum().backward()
+    assert x.dtype is BF16
+    assert (FP32, h.numel()) not in sizes
+    assert h.grad.isfinite().all()
+
+
+def test_a_quotient_of_two_tensors_of_one_size_is_promoted():
+    """An fp32 divisor of the size of the dividend, one number, and an fp32 dividend are torch's own."""
+    h = names("bf16")["h"]
+    with compute_region("cpu", "bf16", lean=True):
+        assert (h / h.float()).dtype is FP32
+        assert (h / torch.tensor(3.0)).dtype is BF16
+        assert (h / 3).dtype is BF16
+        assert (h.float() / h.abs().sum(-1)[:, None]).dtype is FP32
+    with compute_region("cpu", "bf16"):
+        assert (h / torch.ones(4, 1)).dtype is FP32
 
 
 @every_compute

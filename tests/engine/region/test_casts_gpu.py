@@ -31,6 +31,7 @@ LISTED = {
     "sum with its dimension": ("h.sum(-1, keepdim=True)", 16, 32),
     "sum": ("h.sum()", 32, 32),
     "sum over a dimension": ("h.sum(dim=0)", 32, 32),
+    "division by a sum": ("h / h.abs().sum(-1).unsqueeze(-1)", 16, 32),
     "log_softmax": ("F.log_softmax(h, -1)", 32, 32),
     "logsumexp": ("h.logsumexp(-1)", 32, 32),
     "mse_loss": ("F.mse_loss(h, h * 2)", 32, 32),

@@ -193,3 +193,26 @@ def test_a_table_is_rounded_once_in_a_region_and_again_after_a_change():
                 assert torch.equal(x * table, x * table.bfloat16())
     addresses = [t.data_ptr() for t in saved]  # of tensors that still exist, so that none is used again
     assert sorted(map(addresses.count, set(addresses))) == [1, 1, 1, 1, 2, 2]
+
+
+@every_compute
+def test_what_numbers_make_of_a_table_is_rounded_too(compute):
+    """A mask as old attention layers write it, `x * b + -1e9 * (1 - b)`, leaves the scores in 16 bits, and finite."""
+    x, mask = activation(compute), torch.ones(5, 8).tril()[None]
+    with recognise_tables([mask]), compute_region("cpu", compute, lean=True):
+        scores = x * mask + -1e9 * (1 - mask)
+        other = (mask - 1) * 2 + x
+        kept = x * (1 - mask.clone())
+    assert scores.dtype is other.dtype is x.dtype
+    assert kept.dtype is FP32
+    assert scores.isfinite().all()
+    expected = (x.float() * mask - 1e9 * (1 - mask)).softmax(-1)
+    assert torch.allclose(scores.float().softmax(-1), expected, atol=1e-3)
+
+
+def test_a_table_made_outside_a_lean_region_is_torchs_own():
+    """In autocast presets and after the block nothing is rounded."""
+    x, mask = activation("bf16"), torch.ones(5, 8).tril()[None]
+    with recognise_tables([mask]), compute_region("cpu", "bf16"):
+        assert (x + (1 - mask)).dtype is FP32
+    assert (x + (1 - mask)).dtype is FP32

@@ -15,6 +15,7 @@ those of variances, which fp32 keeps finite.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,9 +26,16 @@ from torch.utils import _pytree as pytree
 from halfstep.engine.region.rule import is_observed, record_16_bits
 from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
-from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, LEAN_FP32, SCALED_NORMS
+from halfstep.precision.operations import (
+    BROADCAST_BACK,
+    FP16_RANGE,
+    LEAN_16_BIT,
+    LEAN_FP32,
+    LEAN_QUOTIENTS,
+    SCALED_NORMS,
+)
 
-__all__ = ["Make", "Run", "run_in_autocast", "run_in_lean", "upcast"]
+__all__ = ["DIVISIONS", "Make", "Run", "run_in_autocast", "run_in_lean", "upcast"]
 
 Run = Callable[[Any, Any], Any]  # runs an operation with these args and kwargs
 Make = Callable[[Any, str], Run]  # of an operation and a device type; what a call would look up is looked up once
@@ -49,6 +57,8 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
     _aten.mean.default: torch.mean,
     _aten.linalg_vector_norm.default: torch.linalg.vector_norm,
 }
+# Of operations whose arguments may be numbers, which torch passes to a kernel in Python as they are.
+DIVISIONS: dict[str, Callable[[Any, Any], Any]] = {"div": operator.truediv, "div_": Tensor.div_}
 _NORMS = ("norm", "linalg_vector_norm")  # as large as the largest element times the root of their number, not a sum
 
 
@@ -75,6 +85,8 @@ def run_in_lean(base: str) -> Make | None:
         return _broadcast_back
     if base in LEAN_FP32:
         return _reduced
+    if base in LEAN_QUOTIENTS:
+        return _quotient
     if base in FP16_RANGE:
         return _in_range
     return _as_it_is if base in LEAN_16_BIT else None
@@ -204,6 +216,29 @@ def _broadcast_back(operation: Any, device_type: str) -> Run:
         return reduced(args, kwargs)
 
     return run
+
+
+def _quotient(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
+    call = DIVISIONS[operation.overloadpacket.__name__]
+
+    def run(args: Any, kwargs: Any) -> Any:  # noqa: ARG001 - the signature of all
+        x, by = args
+        if _is_factor(by) and isinstance(x, Tensor) and x.dtype is torch.bfloat16 and _is_smaller(by, x):
+            record_16_bits("div by a smaller fp32 tensor")
+            by = by.to(torch.bfloat16)
+        return call(x, by)
+
+    return run
+
+
+def _is_factor(value: Any) -> bool:
+    """Whether this is an fp32 tensor that torch promotes to; one number is not."""
+    return isinstance(value, Tensor) and value.dtype is torch.float32 and value.dim() > 0
+
+
+def _is_smaller(one: Tensor, other: Tensor) -> bool:
+    sizes = one.numel(), other.numel()
+    return all(type(size) is int for size in sizes) and sizes[0] < sizes[1]  # a symbolic size cannot always be compared
 
 
 def _scaled_norm(operation: Any, device_type: str) -> Run:

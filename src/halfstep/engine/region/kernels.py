@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.region.casts import Make, run_in_autocast, run_in_lean
+from halfstep.engine.region.casts import DIVISIONS, Make, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.engine.region.tables import KEYS, exclude_key, is_excluded
 from halfstep.hardware.onednn import ignore_fallback_warnings
@@ -24,6 +24,7 @@ from halfstep.precision.operations import (
     KINDS,
     LEAN_16_BIT,
     LEAN_FP32,
+    LEAN_QUOTIENTS,
     ON_EVERY_DEVICE,
     ON_THE_OTHER_LIST,
     SCALED_NORMS,
@@ -128,6 +129,10 @@ def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         assert lean_only is not None
         own = _torchs_own(name, device_type) if name not in LEAN_FP32 else None
         yield name, _kernel(name, device_type, lean_only, None, own)
+    for base in LEAN_QUOTIENTS:
+        quotient = run_in_lean(base)
+        assert quotient is not None
+        yield f"{base}.Tensor", _kernel(f"{base}.Tensor", device_type, quotient, None, _unlisted(base, device_type))
 
 
 def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
@@ -147,6 +152,22 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
             exclude_key(own_key, before)
 
     return in_fp32
+
+
+def _unlisted(base: str, device_type: str) -> Callable[..., Any]:
+    """What torch does with a division, which is on none of its lists: numbers among its arguments cannot be redispatched."""
+    _, own_key, _ = _handles(f"{base}.Tensor", device_type)
+    call = DIVISIONS[base]
+
+    def as_without_autocast(_: Any, *args: Any) -> Any:
+        before = is_excluded(own_key)
+        exclude_key(own_key, True)
+        try:
+            return call(*args)
+        finally:
+            exclude_key(own_key, before)
+
+    return as_without_autocast
 
 
 def _kernel(

@@ -4,7 +4,7 @@ Rotary tables, sinusoidal positions and attention masks are fp32 buffers. torch 
 `x + positions` the whole residual stream of a network is fp32. A pure 16-bit model rounds its buffers. Here they stay as
 they are, because angles and frequencies computed from them need fp32; but where a buffer, or a view of one, is multiplied with or
 added to a 16-bit activation, or concatenated with one, it is rounded like the activation. The buffers are recognised by
-their storage. (Products that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took
+their storage, and what a model makes of one with numbers (`-1e4 * (1 - mask)`) by an attribute of the result. (Products that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took
 9.4 ms of a step on an H200, against 5.5 ms in the pure model.)
 
 Products and sums are frequent, and a kernel in Python costs a few microseconds, so it is registered only while a model
@@ -39,6 +39,7 @@ KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded  # noqa: SLF001
 is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
 
+_DERIVED = "_halfstep_table"  # an attribute of tensors computed from a table and numbers
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # those of a plan are fake; no other subclass is looked into
 
 _storages: Counter[int] = Counter()  # identities of the tables' storages, by the number of models that use them
@@ -83,7 +84,8 @@ def _install(key: str) -> torch.library.Library:
     own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
     with warnings.catch_warnings():  # torch warns where a kernel is replaced
         warnings.simplefilter("ignore", UserWarning)
-        for operation in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor):
+        aten = torch.ops.aten
+        for operation in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar):
             library.impl(operation, _kernel(operation, own), key)  # type: ignore[no-untyped-call]
         library.impl(torch.ops.aten.cat.default, _concatenation(own), key)  # type: ignore[no-untyped-call]
     return library
@@ -93,20 +95,28 @@ def _kernel(operation: Any, own_key: Any) -> Callable[..., Any]:
     base = operation.overloadpacket.__name__
     call, name = getattr(torch, base), f"{base} with an fp32 buffer"
 
-    def kernel(a: Any, b: Any, **kwargs: Any) -> Any:
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype is not b.dtype:
-            if _is_met(b, a):
+    def kernel(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        is_derived = False
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.dtype is b.dtype:
+                pass
+            elif _is_met(b, a):
                 record_16_bits(name)
                 b = _rounded(b, a.dtype)
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
+        else:
+            is_derived = _is_table(a) or _is_table(b)
         before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
-            return call(a, b, **kwargs)
+            result = call(a, b, *args, **kwargs)
         finally:
             exclude_key(own_key, before)
+        if is_derived:
+            setattr(result, _DERIVED, True)
+        return result
 
     return kernel
 
@@ -140,6 +150,11 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 def _rounded(table: Tensor, dtype: torch.dtype) -> Tensor:
     """The table in 16 bits: one copy per region, because every layer of a network uses the same one, and autograd saves it."""
+    if hasattr(
+        table, _DERIVED
+    ):  # made anew by every layer; a mask of -1e9 must not be inf in a row that is masked as a whole
+        largest = torch.finfo(dtype).max
+        return table.clamp(-largest, largest).to(dtype)
     if table.is_inference():  # has no version
         return table.to(dtype)
     place = (_identity(table), table.storage_offset(), table.shape, table.stride(), table._version)  # noqa: SLF001
@@ -151,12 +166,19 @@ def _is_met(table: Tensor, x: Tensor) -> bool:
     """Whether this is a table that broadcasts to the shape of a 16-bit activation, in a lean region."""
     return (
         x.dtype in DTYPES_16_BIT
-        and table.dtype is torch.float32
-        and table.dim() > 0
-        and not table.requires_grad
         and current_rule() is Rule.LEAN
         and type(x) in _PLAIN
-        and type(table) in _PLAIN
-        and _identity(table) in _storages
+        and _is_table(table)
         and torch.broadcast_shapes(x.shape, table.shape) == x.shape  # type: ignore[no-untyped-call]
+    )
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this is a table of a model, or what numbers made of one."""
+    return (
+        type(value) in _PLAIN
+        and value.dtype is torch.float32
+        and value.dim() > 0
+        and not value.requires_grad
+        and (_identity(value) in _storages or hasattr(value, _DERIVED))
     )

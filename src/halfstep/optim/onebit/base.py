@@ -128,7 +128,7 @@ class OneBitOptimizer(JoinedOptimizer):
             if param.grad is not None:
                 self._check_supported(param)
             self._check_variance(group, param)
-            self._create_state(group, param)
+        self.fill_states(members)
         if self.deepspeed_compat and self.schedule.step == 0:
             self.schedule = replace(self.schedule, step=1)
             return True
