@@ -209,7 +209,8 @@ def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.e
         options = [plugin] if isinstance(plugin, ast.Call) else outline.values(key_of(plugin), function)
         calls = [option for option in options if isinstance(option, ast.Call)]
         if plugin is not None and len(calls) == 1:
-            return argument(calls[0], position, steps)
+            # A configuration has its own steps, 1 where it names none; the plugin's are for "auto" only.
+            return None if argument(calls[0], 0, "hf_ds_config") and position else argument(calls[0], position, steps)
     return None
 
 
