@@ -134,6 +134,10 @@ def test_a_scaler_in_the_other_branch_bypasses_the_engine(changes, expected):
 
 def test_the_step_of_a_scaler_is_no_step_of_the_engine():
     """HS295 also where no line steps the engine."""
-    text = "import deepspeed\n" + CREATE + loop(backward="engine.backward(loss)", stepper="scaler").replace("step()", "step(optimizer)")
+    text = (
+        "import deepspeed\n"
+        + CREATE
+        + loop(backward="engine.backward(loss)", stepper="scaler").replace("step()", "step(optimizer)")
+    )
     configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
     assert [f.line for config in configs for f in OptimizerInsteadOfEngine().check(config)] == [6]

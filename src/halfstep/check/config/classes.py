@@ -46,8 +46,8 @@ def _default(value: ast.expr | None) -> ast.expr | None:
     """The value of an attribute: of `field(default_factory=lambda: {...})` the dictionary."""
     if not isinstance(value, ast.Call) or last_name(key_of(value.func)) not in {"field", "Field"}:
         return value
-    given = {k.arg: k.value for k in value.keywords}
-    factory = given.get("default_factory")
+    arguments = {k.arg: k.value for k in value.keywords}
+    factory = arguments.get("default_factory")
     if factory is not None:
         return factory.body if isinstance(factory, ast.Lambda) else None
-    return given.get("default", value.args[0] if value.args else None)
+    return arguments.get("default", value.args[0] if value.args else None)

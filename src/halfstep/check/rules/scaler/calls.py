@@ -52,7 +52,9 @@ def _is_valid(value: float, limits: str) -> bool:
     word, limit = limits.split()
     return value > float(limit) if word == "above" else value < float(limit)
 
+
 _MISNAMED = {"torch.cuda.GradScaler", "torch.cpu.GradScaler"}
+_ASKS = regex(r"attr\(|version", re.IGNORECASE)
 
 
 class ScalerArguments(ScriptRule):
@@ -88,7 +90,9 @@ class ScalerArguments(ScriptRule):
         """Scalers with a literal argument that is invalid, and names that torch does not have."""
         for call, _ in script.outline.calls.get("GradScaler", ()):
             full = script.outline.names.full(call.func)
-            if full in _MISNAMED and not any(isinstance(n, (ast.If, ast.IfExp, ast.Try)) for n in script.above(call)):
+            above = [n for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp, ast.Try))]
+            is_asked = any(isinstance(n, ast.Try) or _ASKS.search(text_of(n.test)) for n in above)
+            if full in _MISNAMED and not is_asked:
                 yield self.finding(
                     script.where(call), f"torch has no `{full}`: AttributeError", instead='torch.amp.GradScaler("cuda")'
                 )

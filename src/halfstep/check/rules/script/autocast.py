@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
@@ -20,6 +22,7 @@ __all__ = ["RULES"]
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_ASKS = regex(r"attr\(|version", re.IGNORECASE)
 _MISNAMED = {f"torch.{device}.autocast" for device in ("cuda", "cpu", "xpu", "mps")}
 _RIGHT = """\
 import torch
@@ -162,7 +165,7 @@ class AutocastDevice(ScriptRule):
             if (full := names.full(call.func)) not in _MISNAMED or names.ambiguous(call.func):
                 continue
             above = [n for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp, ast.Try))]
-            if not any(isinstance(n, ast.Try) or "attr(" in text_of(n.test) for n in above):
+            if not any(isinstance(n, ast.Try) or _ASKS.search(text_of(n.test)) for n in above):
                 yield self.finding(
                     script.where(call),
                     f"torch has no `{full}`: AttributeError",

@@ -379,6 +379,4 @@ def _never_float16(script: Script, step: Event) -> bool:
     return any(options and not options & {"float16", UNKNOWN} for options in formats)
 
 
-
-
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)
