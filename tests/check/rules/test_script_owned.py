@@ -273,6 +273,7 @@ DIVIDED = "accelerator.backward(loss)"
             f"loss /= n\n{DIVIDED}",
             [],
         ),
+        ("gradient_accumulation_steps=n, deepspeed_plugin=DeepSpeedPlugin(ds)", f"loss /= n\n{DIVIDED}", []),
         ("deepspeed_plugin=DeepSpeedPlugin(ds, n)", f"loss /= n\n{DIVIDED}", []),
         ("gradient_accumulation_steps=1", "accelerator.backward(loss / 1)", []),
         (
