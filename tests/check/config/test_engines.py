@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.rules.config.joint_loop import BareBackward, ScalerWithEngine
+from halfstep.check.rules.config.joint_loop import BareBackward, OptimizerInsteadOfEngine, ScalerWithEngine
 
 CREATE = "engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)\n"
 HELPER = "def setup(model):\n    engine, *_ = deepspeed.initialize(args=args, model=model)\n    return {returned}\n"
@@ -87,3 +87,57 @@ def test_a_scaled_loss_of_a_returned_engine_is_found(scale, num):
     text = RETURNED.format(scale=scale)
     configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
     assert len([f for config in configs for f in ScalerWithEngine().check(config)]) == num
+
+
+BRANCHES = """\
+import deepspeed
+import torch
+{make}
+def train(loader):
+    for x in loader:
+        {forward}
+        if {test}:
+            {backward}
+            {step}
+        else:
+            engine.backward(loss)
+            engine.step()
+"""
+MAKE = "engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)"
+SCALED, STEP = "scaler.scale(loss).backward()", "scaler.step(optimizer)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [8, 9]),
+        ({"test": "args.fp16"}, [8, 9]),
+        ({"test": "not args.amp"}, [8, 9]),
+        ({"forward": "loss = engine.forward(x)"}, [8, 9]),
+        ({"step": "scaler.step(other)"}, [8]),
+        ({"backward": "engine.backward(loss)", "step": "engine.step()"}, []),
+        ({"backward": "engine.scale(loss).backward()", "step": "engine.step()"}, []),
+        ({"backward": "loss.backward()", "step": "optimizer.step()"}, []),
+        ({"test": "not args.deepspeed"}, []),
+        ({"forward": "loss = model(x)"}, []),
+        ({"make": f"if args.distributed:\n    {MAKE}"}, []),
+    ],
+)
+def test_a_scaler_in_the_other_branch_bypasses_the_engine(changes, expected):
+    """HS294 and HS295 where the loss is the engine's in both branches, and a GradScaler runs backward and step in one."""
+    parts = {"make": MAKE, "forward": "loss = engine(x)", "test": "args.amp", "backward": SCALED, "step": STEP}
+    text = BRANCHES.format(**(parts | changes))
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    rules = (BareBackward(), OptimizerInsteadOfEngine())
+    assert [f.line for config in configs for rule in rules for f in rule.check(config)] == expected
+
+
+def test_the_step_of_a_scaler_is_no_step_of_the_engine():
+    """HS295 also where no line steps the engine."""
+    text = (
+        "import deepspeed\n"
+        + CREATE
+        + loop(backward="engine.backward(loss)", stepper="scaler").replace("step()", "step(optimizer)")
+    )
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    assert [f.line for config in configs for f in OptimizerInsteadOfEngine().check(config)] == [6]

@@ -141,3 +141,21 @@ def test_a_variable_for_the_module_of_a_prepared_model_is_followed():
 def test_other_loads_next_to_accelerate_are_fine(branch, load):
     """No branch for DeepSpeed, Accelerate's own load, an object that is not prepared, a load without DeepSpeed."""
     assert lines(PREPARED.format(plugin="", branch=branch, load=load)) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ("        self.engine.eval()\n        return self.measure(self.engine)\n", []),
+        ("        self.net.eval()\n        for x in loader:\n            self.show(self.engine(x))\n", []),
+        ("        self.engine.eval()\n        self.engine.train()\n", [9]),
+        ("        self.engine.train()\n", [9]),
+        ("        return state\n", [9]),
+    ],
+)
+def test_a_method_that_loads_weights_to_evaluate_them_trains_nothing(after, expected):
+    """A method that nothing calls may run before the training, unless it sets the model to evaluation."""
+    init = f"class Task:\n    def __init__(self, net):\n        self.engine, *_ = deepspeed.initialize(model=net, config={CONFIG})\n"
+    fit = "    def fit(self):\n        self.engine.step()\n"
+    test = "    def test(self, state):\n        self.engine.module.load_state_dict(state)\n"
+    assert lines(body(init, fit, test, after)) == expected

@@ -318,3 +318,35 @@ def test_resumed_from_16_bit_weights(weights, before):
 def test_resumed_from_float32_weights_is_silent(weights):
     """Weights in float32 are what the optimizer state belongs to."""
     assert reported(RESUME.format(read="model", weights=weights, before=""), "HS174") == []
+
+
+FLAGGED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for batches in loader:
+    optimizer.zero_grad()
+    broken = False
+    for x in batches:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x)
+        if not torch.isfinite(loss):
+            {skip}
+        scaler.scale(loss).backward()
+    if {test}:
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("skip", "test", "count"),
+    [
+        ("broken = True; break", "broken", 0),
+        ("broken = True; continue", "broken", 0),
+        ("print('skipped'); break", "paused", 1),
+    ],
+)
+def test_a_flag_that_is_set_where_the_backward_is_skipped_skips_the_step(skip, test, count):
+    """HS115: the step has a condition that the branch without the backward sets."""
+    assert len(reported(FLAGGED.format(skip=skip, test=test), "HS115")) == count

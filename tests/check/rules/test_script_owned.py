@@ -268,6 +268,13 @@ DIVIDED = "accelerator.backward(loss)"
         ("gradient_accumulation_steps=args.accum", f"loss = loss / num_tokens\n{DIVIDED}", []),
         ("gradient_accumulation_steps=args.accum", f"shown = loss / args.accum\n{DIVIDED}", []),
         ("deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=n)", f"loss /= n\n{DIVIDED}", ["HS188:warning"]),
+        (
+            "deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds, gradient_accumulation_steps=n)",
+            f"loss /= n\n{DIVIDED}",
+            [],
+        ),
+        ("gradient_accumulation_steps=n, deepspeed_plugin=DeepSpeedPlugin(ds)", f"loss /= n\n{DIVIDED}", []),
+        ("deepspeed_plugin=DeepSpeedPlugin(ds, n)", f"loss /= n\n{DIVIDED}", []),
         ("gradient_accumulation_steps=1", "accelerator.backward(loss / 1)", []),
         (
             "gradient_accumulation_steps=1",

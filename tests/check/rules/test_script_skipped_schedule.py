@@ -89,3 +89,28 @@ PREPARE = "model, optimizer, loader = accelerator.prepare(model, optimizer, load
 def test_a_schedule_that_the_accelerator_does_not_know(precision, prepare, advance, expected):
     """A scheduler that is prepared waits for the steps that are not skipped; another one does not."""
     assert reported(ACCELERATED.format(precision=precision, prepare=prepare, advance=advance)) == expected
+
+
+OWNED = """\
+import torch
+class Trainer:
+    def __init__(self, model, optimizer, scheduler):
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        {create}
+    def train(self, loader):
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast('cuda', dtype=torch.float16):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(("create", "expected"), [("self.scaler = torch.amp.GradScaler('cuda')", [14]), ("pass", [])])
+def test_a_scaler_that_nothing_creates_skips_no_step(create, expected):
+    """HS132 reports that the first use raises; what the schedule does is no second finding."""
+    assert reported(OWNED.format(create=create)) == expected
+    assert bool(findings(OWNED.format(create=create), "HS132")) is not bool(expected)

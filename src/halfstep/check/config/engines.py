@@ -90,6 +90,34 @@ class Engines:
                     yield call, key
                     break
 
+    def scaler_calls(self, method: str, key: str) -> list[ast.Call]:
+        """The backwards or steps of a GradScaler that run instead of an engine's, after its forward: in the other branch, or without any.
+
+        `if use_amp: scaler.scale(loss).backward()` next to `else: engine.backward(loss)`, of an engine that always exists.
+        """
+        calls = [n for n in self.nodes if isinstance(n, ast.Call)]
+        result: list[ast.Call] = []
+        for call in calls:
+            if not self._is_of_scaler(call, method, key) or key not in self.visible(call) or self._excluded(call):
+                continue
+            inside = [c for c in calls if self.scope(c) is self.scope(call)]
+            own = [c for c in inside if key_of(c.func) == f"{key}.{method}"]
+            forwards = [c for c in inside if key_of(c.func) in {key, f"{key}.forward"} and not self.are_apart(c, call)]
+            if forwards and all(self.are_apart(c, call) for c in own):
+                result.append(call)
+        return result
+
+    def _is_of_scaler(self, call: ast.Call, method: str, key: str) -> bool:
+        """Whether a call is `scaler.scale(loss).backward()`, or `scaler.step(optimizer)` with the optimizer of an engine."""
+        func = call.func if isinstance(call.func, ast.Attribute) else None
+        if func is None or func.attr != method:
+            return False
+        if method == "step":
+            return len(call.args) == 1 and key_of(call.args[0]) in self.optimizers and key_of(func.value) != key
+        scale = func.value.func if isinstance(func.value, ast.Call) else None
+        is_scaled = isinstance(scale, ast.Attribute) and scale.attr == "scale" and bool(key_of(scale.value))
+        return is_scaled and not self._scales(func.value)
+
     def _scales(self, loss: ast.expr) -> bool:
         """Whether a loss is `engine.scale(loss)`, DeepSpeed's API for a separate backward pass."""
         func = loss.func if isinstance(loss, ast.Call) else None

@@ -15,6 +15,7 @@ from functools import cached_property
 from halfstep.check.config.alternatives import Alternatives
 from halfstep.check.config.arms import arms_of
 from halfstep.check.config.assigned import Assignments
+from halfstep.check.config.classes import class_configs
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of, subscript
@@ -141,6 +142,8 @@ class _Finder:
                     yield config if changed is root else replace(config, assembled=True)
             elif isinstance(root, Block) and self._is_trainer_dictionary(root, name):
                 yield replace(self._config("lightning", root, "a dictionary", strict=False), assembled=True)
+        for root, strict in class_configs(self.nodes, self.literals, self.source.path):
+            yield replace(self._config("deepspeed", root, "a class", strict=strict), assembled=True)
         for call in self.calls:
             yield from self._call(call)
             if hardware:

@@ -244,9 +244,13 @@ class BareBackward(JointRule):
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Report loss.backward() where an engine runs the forward or steps, and no engine runs backward."""
-        if any(use.calls("backward", name) for name in (use.engine, use.optimizer) if name):
-            return  # of an optimizer: the fp16 branch of scripts for old releases
-        bare = {id(call): (call, engine) for call, engine in (*self._single(use), *self._all(use))}
+        if use.optimizer and use.calls("backward", use.optimizer):
+            return  # the fp16 branch of scripts for old releases
+        if use.engine and use.calls("backward", use.engine):
+            pairs = [(call, use.engine) for call in _scaler_calls(use, "backward")]
+        else:
+            pairs = [*self._single(use), *self._all(use)]
+        bare = {id(call): (call, engine) for call, engine in pairs}
         for call, engine in bare.values():
             effect, severity = self._effect(DeepSpeed(config), engine)
             loss = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -290,6 +294,12 @@ class BareBackward(JointRule):
         return ("" if deepspeed.since(0, 18, 3) else f"This bypasses `{engine}`: {old}.", "advice")
 
 
+def _scaler_calls(use: Use, method: str) -> list[ast.Call]:
+    """The calls of a GradScaler where the one engine, which always exists, should run backward or step."""
+    is_single = use.engines is not None and use.initialize is not None and use.engine
+    return use.engines.scaler_calls(method, use.engine) if use.engines is not None and is_single else []
+
+
 class OptimizerInsteadOfEngine(JointRule):
     """The script steps DeepSpeed's optimizer instead of the engine."""
 
@@ -306,14 +316,15 @@ class OptimizerInsteadOfEngine(JointRule):
     references = (_TRAINING,)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Report optimizer.step() without engine.step()."""
-        if use.initialize is None or not use.engine or not use.optimizer or use.calls("step", use.engine):
+        """Report optimizer.step() without engine.step(), and the step of a scaler instead of it."""
+        if use.initialize is None or not use.engine or not use.optimizer:
             return
         forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
         if not forwards and not use.calls("backward", use.engine):
             return
-        for call in use.calls("step", use.optimizer):
-            message = f"`{use.optimizer}.step()` bypasses the engine's gradient accumulation, clipping and scheduler."
+        bare = use.calls("step", use.optimizer) if not use.calls("step", use.engine) else []
+        for call in (*bare, *_scaler_calls(use, "step")):
+            message = f"`{ast.unparse(call)}` bypasses the engine's gradient accumulation, clipping and scheduler."
             yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.step()`.")
 
 

@@ -208,9 +208,16 @@ def _trains_after(use: Use, call: ast.Call, parents: dict[ast.AST, ast.AST], tra
         name = around.name if around is not None else ""
         sites = [n for n in use.nodes if isinstance(n, ast.Call) and key_of(n.func).rpartition(".")[2] == name]
         if not name or not sites:
-            return True
+            return around is None or not _only_evaluates(around, node)
         node = min(sites, key=_line)
     return True
+
+
+def _only_evaluates(function: ast.FunctionDef | ast.AsyncFunctionDef, after: ast.AST) -> bool:
+    """Whether a function sets its models to evaluation after a node, and none of them back to training."""
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    following = {c.func.attr for c in calls if isinstance(c.func, ast.Attribute) and _line(c) > _line(after)}
+    return "eval" in following and following.isdisjoint({"train", "backward"})
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -31,7 +31,7 @@ _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available
 _OF_DEVICE = regex(r"device|cuda", re.IGNORECASE)
 _SWITCH = regex(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
-_BF16 = regex(r"bf(loat)?_?16", re.IGNORECASE)
+_BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
 # `dtype in ("float16", "bfloat16")`
 _BOTH_FORMATS = regex(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
 _NEGATED = regex(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)

@@ -53,6 +53,10 @@ def _is_valid(value: float, limits: str) -> bool:
     return value > float(limit) if word == "above" else value < float(limit)
 
 
+_MISNAMED = {"torch.cuda.GradScaler", "torch.cpu.GradScaler"}
+_ASKS = regex(r"attr\(|version", re.IGNORECASE)
+
+
 class ScalerArguments(ScriptRule):
     """A GradScaler is constructed with an invalid or misplaced argument."""
 
@@ -64,13 +68,14 @@ class ScalerArguments(ScriptRule):
         "in their first argument, so a bare number, a flag or a device can land in the wrong place, and only the first accepts `device=`, "
         "which raises TypeError in the other. No version of torch has `device_type`, which is autocast's. growth_factor must be above 1 "
         "and backoff_factor below 1, or the constructor raises; with a growth_interval below 1 the scale never grows, and a "
-        "scale of 0 gives NaN."
+        "scale of 0 gives NaN. No version of torch has `torch.cuda.GradScaler`: AttributeError."
     )
     bad = (
         "import torch\nscaler = torch.cuda.amp.GradScaler('cuda')\n",
         "import torch\nscaler = torch.amp.GradScaler(2**10)\n",
         "import torch\nscaler = torch.amp.GradScaler('cuda', growth_factor=1.0)\n",
         "import torch\nscaler = torch.cuda.amp.GradScaler(device='cuda')\n",
+        "import torch\nscaler = torch.cuda.GradScaler()\n",
         "import torch\nscaler = torch.cuda.amp.GradScaler(args.use_amp)\n",
         "import torch\ntry:\n    scaler = torch.amp.GradScaler(device_type='cuda')\nexcept TypeError:\n    scaler = torch.amp.GradScaler()\n",
     )
@@ -82,7 +87,15 @@ class ScalerArguments(ScriptRule):
     references = (f"{_AMP}#torch.amp.GradScaler",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Scalers with a literal argument that is invalid."""
+        """Scalers with a literal argument that is invalid, and names that torch does not have."""
+        for call, _ in script.outline.calls.get("GradScaler", ()):
+            full = script.outline.names.full(call.func)
+            above = [n for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp, ast.Try))]
+            is_asked = any(isinstance(n, ast.Try) or _ASKS.search(text_of(n.test)) for n in above)
+            if full in _MISNAMED and not is_asked:
+                yield self.finding(
+                    script.where(call), f"torch has no `{full}`: AttributeError", instead='torch.amp.GradScaler("cuda")'
+                )
         for scaler in script.scalers:
             if script.outline.names.ambiguous(scaler.node.func):
                 continue

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early, passed_at
+from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early, passed_at, tests_entry
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.objects.saving import adds_entries, entry_of, saves
@@ -158,13 +158,15 @@ class ScalerBeforeCreation(ScriptRule):
         condition = setting.text if setting.is_true else f"not {setting.text}"
         values = [constant(v) for v in script.outline.values(setting.text, event.function)]
         is_fixed = bool(values) and all(v is not ... and bool(v) == setting.is_true for v in values)
+        is_resumed = any(tests_entry(event, guard) for guard in event.guards)
+        when = "whenever the checkpoint has its state" if is_resumed else "in any case"
         place = passed_at(script, event)
         name = event.local.scaler if place is event.node else key
         return self.finding(
             script.where(place),
-            f"`{name}` is created only if `{condition}`, but used here in any case: without it, {error}",
+            f"`{name}` is created only if `{condition}`, but used here {when}: without it, {error}",
             instead=f"create it in any case, with enabled={condition}",
-            severity="warning" if is_fixed else None,
+            severity="warning" if is_fixed or is_resumed else None,
         )
 
 

@@ -7,6 +7,7 @@ import re
 
 from halfstep.check.examples import TWO_OPTIMIZERS
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.event import Event, compatible
@@ -21,11 +22,15 @@ from halfstep.check.script.flow.order import (
     together,
     without_amp,
 )
+from halfstep.check.script.flow.sources import element_of, latest
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import engine_at, prepared_for
+from halfstep.check.script.objects.owners import optimized_models, share
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 
@@ -51,6 +56,11 @@ for x in loader:
 {between}    fabric.backward(loss_d)
 {after}    opt_d.step()
 """
+
+_ENDS = {"detach", "item", "data"}  # no gradient passes these
+_NO_GRADIENTS = regex(r"no_grad|inference_mode|set_grad_enabled")
+# What may keep the gradients of one model's loss out of another model.
+_FREEZES = regex(r"requires_grad_\(|set_requires_grad|\.requires_grad\b|freez|toggle|\.grad = None", re.IGNORECASE)
 
 
 class UpdateBeforeStep(TraceRule):
@@ -102,7 +112,7 @@ class UpdateBeforeStep(TraceRule):
             later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
         )
         if following is None or trace[following].kind != "scaler_step":
-            return self._in_window(script, trace, index)
+            return self._in_window(script, trace, index) or self._from_other_loss(script, trace, index)
         step = trace[following]
         if step.loops != event.loops or step.scaler != event.scaler or not repeats(event):
             return None
@@ -147,6 +157,44 @@ class UpdateBeforeStep(TraceRule):
             f"`{event.local.scaler}.update()` runs when `{window.text}`, before the step of `{step.local.optimizer}` (line "
             f"{script.where(step.node).line}): the gradients of its earlier micro-batches were multiplied by the scale before the update",
             instead=f"call {event.local.scaler}.update() once, after the last step of the window",
+        )
+
+    def _from_other_loss(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for an update after which an optimizer uses gradients that the loss of another one has left in its model."""
+        event = trace[index]
+        inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops and compatible(e, event)]
+        at = inside.index(event)
+        before = next((e for e in reversed(inside[:at]) if e.kind in {"scaler_step", "backward"}), None)
+        backs = [i for i in range(at) if inside[i].kind == "backward"]
+        if before is None or before.kind != "scaler_step" or not backs or not repeats(event):
+            return None
+        back = inside[backs[-1]]
+        following = [*inside[at + 1 :], *inside[: backs[-1]]]  # the rest of the iteration, and the next one
+        step = next((e for e in following if e.kind == "scaler_step"), None)
+        if step is None or step.optimizer in {before.optimizer, ""} or {e.loops for e in (back, step)} != {event.loops}:
+            return None
+        next_back = next((e for e in following if e.kind == "backward"), None)
+        same = {e.scaler for e in (back, before, step, next_back) if e is not None} == {event.scaler}
+        if next_back is None or not same or back.scaled != "yes" or without_amp(step):
+            return None
+        first = following.index(next_back)
+        passed = [*inside[backs[-1] + 1 : at], *following[:first]]
+        if first > following.index(step) or any(
+            e.kind == "handed" or (e.kind == "zero_grad" and e.optimizer != before.optimizer) for e in passed
+        ):
+            return None
+        models, others = optimized_models(script, step), optimized_models(script, before)
+        is_one = back.function is step.function or all(m.startswith("self.") for m in models)
+        if not models or not others or share(models, others) or not is_one or _FREEZES.search(script.source.text):
+            return None
+        called = models & _called_for(script, back)
+        if not called:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"the backward of line {script.where(back.node).line} also leaves gradients in `{min(called)}`, multiplied by the scale before this "
+            f"update: the step of `{step.local.optimizer}` (line {script.where(step.node).line}) divides them by the scale after it",
+            instead=f"call {step.local.optimizer}.zero_grad() right before the backward of line {script.where(next_back.node).line}",
         )
 
     def _under_engine(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -219,6 +267,35 @@ def _leaves_before(script: Script, event: Event, other: Event) -> bool:
             return False
         node = parent
     return False
+
+
+def _called_for(script: Script, back: Event) -> set[str]:
+    """The models that the gradients of a backward reach: `netD` of `criterion(netD(fake), real)`, not of `netD(fake).detach()`."""
+    outline, function = script.outline, back.function
+    called: set[str] = set()
+    read: set[tuple[str, int]] = set()
+    func = back.node.func if isinstance(back.node, ast.Call) else None
+    todo: list[tuple[ast.AST, int]] = [(func.value, func.lineno)] if isinstance(func, ast.Attribute) else []
+    while todo:
+        node, line = todo.pop()
+        name = key_of(node.func) if isinstance(node, ast.Call) else ""
+        if getattr(node.func if isinstance(node, ast.Call) else node, "attr", "") in _ENDS:
+            continue
+        called |= {name.removesuffix(".forward").removesuffix(".module")}
+        key = key_of(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+        if key and (key, line) not in read and len(read) < MAX_BINDINGS:
+            read.add((key, line))
+            for binding in latest(outline, key, function, line):
+                value = element_of(binding)
+                if value is not None and not any(map(_is_without_gradients, script.above(value))):
+                    todo.append((value, value.lineno))
+        todo += [(child, line) for child in ast.iter_child_nodes(node)]
+    return called - {""}
+
+
+def _is_without_gradients(node: ast.AST) -> bool:
+    items = node.items if isinstance(node, (ast.With, ast.AsyncWith)) else []
+    return any(_NO_GRADIENTS.search(text_of(item.context_expr)) for item in items)
 
 
 RULES: tuple[type[Rule], ...] = (UpdateBeforeStep,)

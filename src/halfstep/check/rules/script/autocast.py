@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
@@ -20,6 +22,8 @@ __all__ = ["RULES"]
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_ASKS = regex(r"attr\(|version", re.IGNORECASE)
+_MISNAMED = {f"torch.{device}.autocast" for device in ("cuda", "cpu", "xpu", "mps")}
 _RIGHT = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")
@@ -140,12 +144,13 @@ class AutocastDevice(ScriptRule):
     reason = (
         '`torch.amp.autocast` and `torch.autocast` require the device type as a string such as "cuda" or "cpu". '
         "Without it they raise TypeError; a torch.device, a bool or a dtype raises ValueError. Only the deprecated "
-        "torch.cuda.amp.autocast has no device type."
+        "torch.cuda.amp.autocast has no device type. No version of torch has `torch.cuda.autocast`: AttributeError."
     )
     bad = (
         "import torch\nfrom torch.amp import autocast\nwith autocast():\n    y = model(x)\n",
         "import torch\ndevice = torch.device('cuda')\nwith torch.autocast(device, dtype=torch.float16):\n    y = model(x)\n",
         "import torch\nwith torch.amp.autocast(enabled=True):\n    y = model(x)\n",
+        "import torch\ndef step(x):\n    with torch.cuda.autocast():\n        return model(x)\n",
     )
     good = (
         "import torch\nfrom torch.amp import autocast\nwith autocast('cuda'):\n    y = model(x)\n",
@@ -154,7 +159,18 @@ class AutocastDevice(ScriptRule):
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls whose device argument is missing or certainly wrong."""
+        """Calls whose device argument is missing or certainly wrong, or part of the name."""
+        for call, _ in script.outline.calls.get("autocast", ()):
+            names = script.outline.names
+            if (full := names.full(call.func)) not in _MISNAMED or names.ambiguous(call.func):
+                continue
+            above = [n for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp, ast.Try))]
+            if not any(isinstance(n, ast.Try) or _ASKS.search(text_of(n.test)) for n in above):
+                yield self.finding(
+                    script.where(call),
+                    f"torch has no `{full}`: AttributeError",
+                    instead=f'torch.autocast("{full.split(".")[1]}", ...)',
+                )
         for region in script.autocasts:
             call = region.node
             if region.api != "torch.amp.autocast" or script.outline.names.ambiguous(call.func):

@@ -24,6 +24,7 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.skipped import reads_scale
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
@@ -243,6 +244,9 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
+        # One that does not exist skips nothing; HS132.
+        missing = {e.local.scaler for e in unbound_scalers(script)} if steps else set()
+        steps = [e for e in steps if e.local.scaler not in missing]
         if not steps:
             return None
         scaler = steps[0].local.scaler

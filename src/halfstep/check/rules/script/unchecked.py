@@ -10,6 +10,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.conditions import leaves_block
 from halfstep.check.script.flow.constant_loss import constant_loss
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
@@ -336,7 +337,7 @@ def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None
 
 
 def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
-    """Whether a condition of a step tests what is assigned next to the backward: `count += 1`, then `if count == 0: continue`."""
+    """Whether a condition of a step tests what is assigned next to the backward, or where it is skipped: `if count == 0: continue`."""
     tested = {word for guard in event.guards for word in _WORD.findall(guard.text)}
     for back in backs:
         statement = script.statement(back.node)
@@ -344,6 +345,9 @@ def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
             body = getattr(outer, "body", ())
             block = body if isinstance(body, list) else []
             targets: list[ast.expr] = [n.target for n in block if isinstance(n, ast.AugAssign)]
+            # `skipped = True` and `break` above the backward, then `if skipped: continue`
+            skips = [n for n in block if isinstance(n, ast.If) and leaves_block(n.body)]
+            targets += [t for n in skips for s in n.body if isinstance(s, ast.Assign) for t in s.targets]
             if statement in block:  # further out only counters: `loss = ...` is tested for other reasons
                 targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
             if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:

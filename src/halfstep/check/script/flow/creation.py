@@ -21,13 +21,14 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Binding, Function
 
-__all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early", "passed_at"]
+__all__ = ["EarlyRead", "created_later", "created_under", "flags_read_early", "passed_at", "tests_entry"]
 
 _DEVICE = regex(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
 _FLAG = regex(r"^self\._?(use_|enable_)?(amp|fp16|bf16|mixed_precision|autocast|(amp_)?dtype|precision)(_enabled)?$")
 _DYNAMIC = regex(r"\bsetattr\(self|__getattr(ibute)?__|__dict__|vars\(self\)")
 _ATTRIBUTE = regex(r"\bself\.\w+")
 _NAME = regex(r"[A-Za-z_][\w.]*")
+_ENTRY = regex(r"^'[^']*' in ([\w.]+?)(?:\.keys\(\))?$|^([\w.]+)\.get\('[^']*'(?:, None)?\)$")
 _AMP_NAME = regex(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
 
 
@@ -144,11 +145,26 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
         return None
     others = [guard for guard in used if guard not in guards]
     others = [g for g in others if not holds_without(script.outline, event.function, g, missing[0])]
+    # A checkpoint with the entry may be from a run with the setting.
+    others = [g for g in others if not tests_entry(event, g)]
     if any(is_amp(guard) or guard.text.startswith("except@") for guard in others):
         return None  # another name for the same setting
     if not all(map(is_amp, missing)) and any(is_setting(script, guard, event) for guard in others):
         return None  # `args.train` and `mode == "train"` may be the same
     return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
+
+
+def tests_entry(event: Event, guard: Guard) -> bool:
+    """Whether a condition is that the checkpoint has what the event loads: `"scaler" in checkpoint`, whatever this run's setting is."""
+    call = event.node if event.kind == "load_scaler" else None
+    source = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    if isinstance(source, ast.Subscript):
+        owner = key_of(source.value)
+    else:
+        func = source.func if isinstance(source, ast.Call) else None
+        owner = key_of(func.value) if isinstance(func, ast.Attribute) and func.attr == "get" else ""
+    match = _ENTRY.match(guard.text) if owner and guard.is_true else None
+    return match is not None and owner in match.groups()
 
 
 def passed_at(script: Script, event: Event) -> ast.AST:

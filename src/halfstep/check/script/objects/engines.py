@@ -191,7 +191,7 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
         precision = "?" if hidden and value is None else _precision(outline, value, function, absent="fp32")
         return Engine(library, key, precision, None, plugin, function=function)
     value = argument(call, 2, "mixed_precision")
-    steps = argument(call, 3, "gradient_accumulation_steps") or _plugin_steps(outline, call, function)
+    steps = _accumulation_steps(outline, call, function)
     # One that only an option creates, `plugin = None` otherwise, is absent in the other runs.
     plugins = {k.arg for k in call.keywords if not may_be_none(outline, k.value, function)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
@@ -199,8 +199,8 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
     return Engine(library, key, precision, steps, plugin, function=function)
 
 
-def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
-    """The steps of `GradientAccumulationPlugin(num_steps=4)` or `DeepSpeedPlugin(gradient_accumulation_steps=4)`."""
+def _accumulation_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
+    """The steps of an Accelerator, `GradientAccumulationPlugin(num_steps=4)` or `DeepSpeedPlugin(gradient_accumulation_steps=4)`."""
     for name, position, steps in (
         ("gradient_accumulation_plugin", 0, "num_steps"),
         ("deepspeed_plugin", 1, "gradient_accumulation_steps"),
@@ -209,8 +209,12 @@ def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.e
         options = [plugin] if isinstance(plugin, ast.Call) else outline.values(key_of(plugin), function)
         calls = [option for option in options if isinstance(option, ast.Call)]
         if plugin is not None and len(calls) == 1:
-            return argument(calls[0], position, steps)
-    return None
+            # A configuration has its own steps, 1 where it names none; all others are for "auto" only.
+            if position and len(options) == 1 and argument(calls[0], 0, "hf_ds_config"):
+                return None
+            if (value := argument(calls[0], position, steps)) is not None:
+                return value
+    return argument(call, 3, "gradient_accumulation_steps")
 
 
 def _precision(outline: Outline, node: ast.expr | None, function: Function, absent: str) -> str:
