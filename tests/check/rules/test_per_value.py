@@ -272,3 +272,31 @@ def test_a_model_that_is_quantized_in_every_run_is_not_trained_in_its_dtype():
 def test_a_loss_scale_for_every_float16_run():
     """Without the second test, float16 is always scaled."""
     assert reported(PROJECTOR.format(in_8bit=OPTION, default='"fp32"', test=""), "HS123") == []
+
+
+CLASS = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+{decorator}class Config:
+    bf16{kind} = {value}
+
+config = Config()
+
+def load(path):
+    options = {{"torch_dtype": torch.bfloat16 if config.bf16 else torch.float16}}
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+model = get_peft_model(load(path), LoraConfig())
+args = TrainingArguments("out", fp16=False, bf16=config.bf16)
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+def test_a_plain_class_has_the_value_that_is_written():
+    """Nobody fills it, unlike the fields of a dataclass."""
+    plain = [CLASS.format(decorator="", kind="", value=value) for value in (True, False)]
+    assert [len(findings(text, "HS168")) for text in plain] == [0, 1]
+    field = CLASS.format(decorator="@dataclass\n", kind=": bool", value=True)
+    assert reported(field, "HS168") == [("warning", "with bf16=False")]

@@ -138,3 +138,18 @@ GRPOTrainer(model=model, args=config).train()
 def test_the_other_arm_of_a_dtype_is_unscaled(text, expected):
     """`bfloat16 if flag else float16` with bf16=flag leaves the float16 arm without a loss scale, unless fp16 is set for it."""
     assert [f.line for f in findings(text, "HS168")] == expected
+
+
+OPTIONAL = "base = AutoModel.from_pretrained(name, torch_dtype=torch.float16)\n{freeze}model = base\nif args.lora:\n    model = get_peft_model(base, LoraConfig())\n"
+
+
+def test_adapters_that_an_option_attaches_to_a_frozen_model():
+    """Without them nothing is trained; with them the gradients are float16."""
+    text = loop(OPTIONAL.format(freeze="base.requires_grad_(False)\n"))
+    assert [f.code for f in findings(text, "HS161", "HS168")] == ["HS168"]
+
+
+def test_one_finding_for_a_model_that_is_trained_without_adapters_too():
+    """HS161 reports the same load."""
+    text = loop(OPTIONAL.format(freeze=""))
+    assert [f.code for f in findings(text, "HS161", "HS168")] == ["HS161"]

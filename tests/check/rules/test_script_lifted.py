@@ -72,3 +72,10 @@ def test_a_model_that_the_optimizer_does_not_get():
     """The cast of a model that is not trained is none of HS151's business."""
     text = SCRIPT.format(adapt=ADAPT, back=FP16 + CALL).replace("in unet.parameters()", "in probe.parameters()")
     assert findings(text, "HS151") == []
+
+
+@pytest.mark.parametrize(("last", "expected"), [("unet = unet.to(torch.float32)", [12]), ("unet.float()", [12])])
+def test_a_cast_after_the_training_lifts_nothing(last, expected):
+    """It is for the file that is saved."""
+    text = SCRIPT.format(adapt=ADAPT, back=FP16 + CALL)
+    assert [f.line for f in findings(f"{text}{last}\nunet.save_pretrained(path)\n", "HS151")] == expected

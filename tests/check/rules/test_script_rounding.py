@@ -64,3 +64,24 @@ def test_weights_in_training_are_rounded(lines):
 def test_a_copy_or_another_model_is_silent(lines):
     """Nothing that is trained loses bits, or nothing is written."""
     assert findings(text(*lines), "HS169") == []
+
+
+@pytest.mark.parametrize("back", ["self.vae.to(self.weight_dtype)", "self.vae.float()", "self.vae.to(dtype=dtype)"])
+def test_a_dtype_for_files_may_round_the_weights_in_training(back):
+    """`save_dtype` is an option: advice, as it may be float32."""
+    lines = ("self.vae.to(self.save_dtype)", "self.vae.save_pretrained(path)", back)
+    assert [f.severity for f in findings(text(*lines), "HS169")] == ["advice"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("self.vae.to(self.save_dtype)", "self.vae.save_pretrained(path)"),
+        ("self.vae.to(self.save_dtype)", "self.vae.save_pretrained(path)", "self.vae.to(self.save_dtype)"),
+        ("copied = self.vae.to(self.save_device)", "self.vae.save_pretrained(path)", "self.vae.to(self.device)"),
+        ("self.vae.to(self.save_dtype)", "self.vae.eval()", "self.vae.to(self.weight_dtype)"),
+    ],
+)
+def test_a_dtype_for_files_that_rounds_nothing(lines):
+    """Nothing is cast back, it is the same dtype or a device, or nothing is saved."""
+    assert findings(text(*lines), "HS169") == []

@@ -372,3 +372,43 @@ def test_a_precision_of_lightning_that_nothing_reads(choice, other, used, expect
     """The keyword of the same name reads nothing; the option is reported where the choice is its only use."""
     text = LIGHTNING.format(choice=choice, other=other, used=used)
     assert [f.line for f in findings(text, "HS139")] == expected
+
+
+FIELD = """\
+import torch
+from dataclasses import dataclass, field
+from transformers import AutoModel, HfArgumentParser, Trainer, TrainingArguments
+@dataclass
+class Options:
+    name: str = field(default="x/y")
+    torch_dtype: str = field(default="auto")
+def main():
+    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+    torch_dtype = options.torch_dtype if options.torch_dtype == "auto" else getattr(torch, options.torch_dtype)
+    model = AutoModel.from_pretrained(options.name{dtype})
+    Trainer(model, args, train_dataset=data).train()
+"""
+SETUP = """\
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def setup_model(name, {param}=False):
+    path = find(name)
+    print(path)
+    check(path)
+    model = AutoModelForCausalLM.from_pretrained(path{used})
+    return model
+model = setup_model("x/y", {param}=config.{param})
+Trainer(model, TrainingArguments("out"), train_dataset=data).train()
+"""
+
+
+def test_a_variable_with_the_name_of_the_field_it_is_chosen_by():
+    """`options.torch_dtype` reads the field, not the variable."""
+    assert [f.line for f in findings(FIELD.format(dtype=""), "HS139")] == [10]
+    assert findings(FIELD.format(dtype=", dtype=torch_dtype"), "HS139") == []
+
+
+@pytest.mark.parametrize("param", ["use_4bit", "load_in_8bit", "load_4bit"])
+def test_a_quantization_that_a_function_never_reads(param):
+    """The model has 16 bits whatever the caller passes."""
+    assert [f.line for f in findings(SETUP.format(param=param, used=""), "HS139")] == [2]
+    assert findings(SETUP.format(param=param, used=f", load_in_4bit={param}"), "HS139") == []

@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
-from halfstep.check.script.objects.chosen import chooses_format, is_used_instead, num_reads
+from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
@@ -29,7 +29,7 @@ _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _CHOICE = regex(r"^((torch|model|compute|train|training|amp)_)?(precision|dtype)$")  # options that name a format
 _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp")
-_PASSED = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)|precision|(torch_|model_)?dtype")
+_PASSED = regex(_FLAG.pattern + r"|precision|(torch_|model_)?dtype|(use_|load_(in_)?)?[48]_?bit")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
 # A variable for a number format, and functions that may read it by its name.
@@ -223,11 +223,11 @@ class UnusedPrecisionOption(ScriptRule):
         named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
         read = _read_names(all_nodes(script.tree)) if named else set()
         for key in named:
-            name, bindings = key.removeprefix("self."), script.outline.bindings[key]
-            values = [b for b in bindings if b.value is not None and b.index is None]
-            chosen = [b for b in values if b.value is not None and chooses_format(script.outline, b.value)]
+            name, bindings = key.removeprefix("self."), own_bindings(script.outline, key)
+            chosen = [b for b in bindings if b.value and b.index is None and chooses_format(script.outline, b.value)]
             first = chosen[0] if chosen else None
-            if first is None or len(chosen) != len(bindings) or name in read:
+            is_read = name in read and (name != key or not is_local(script.outline, bindings))
+            if first is None or len(chosen) != len(bindings) or is_read:
                 continue
             # By the text: the tree has what a table gives in the place of the variable.
             if name == key and (num_reads(script.source.text, name) or script.outline.calls.keys() & _BY_NAME):

@@ -118,16 +118,19 @@ class HalfComputeWithoutScale(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Unscaled training of adapters on a model that is certainly float16."""
         training = script.training
-        if is_exercise(script) or training.adapters != "yes" or training.has_masters or script.scalers:
+        if is_exercise(script) or training.adapters == "no" or training.has_masters or script.scalers:
             return
         if script.outline.names.uses("unsloth"):
             return  # it chooses the dtype of the computation itself
-        yield from self._quantized(script)
+        if training.adapters == "yes":
+            yield from self._quantized(script)
         if any(_RAISES.search(name) for name in script.outline.calls):
             return
         bases = list(_bases(script))
         cast_later = {c.node for c in adapted_casts(script.outline, tuple(casts_in(script.outline)))}
-        bases = [base for base in bases if base.cast.node not in cast_later]  # HS161 reports those
+        ties = (*training.by_optimizers, *training.by_trainers) if training.adapters == "optional" else ()
+        trained = {tie.cast.node for tie in ties}  # where no adapter is attached
+        bases = [base for base in bases if base.cast.node not in cast_later | trained]  # HS161 reports those
         yield from self._loops(script, bases)
         yield from self._trainers(script, bases)
 

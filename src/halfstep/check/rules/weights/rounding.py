@@ -16,7 +16,7 @@ from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.objects.weights import Lineage, VariableCast, base_of, cast_formats, casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["RULES"]
 
@@ -40,6 +40,8 @@ for step, (x, y) in enumerate(loader):
 _IN_PLACE = "    model.to(torch.float16)\n    save_file(model.state_dict(), f'{step}.safetensors')\n    model.to(torch.float32)\n"
 _COPY = "    state = {k: v.to(torch.float16) for k, v in model.state_dict().items()}\n    save_file(state, f'{step}.safetensors')\n"
 _WRITES = regex(r"save|state_dict|export|upload|push_to_hub")
+_FOR_FILES = regex(r"(^|[._])(save|saving|export|output|ckpt|checkpoint)_\w*(dtype|precision)$")
+_DTYPE = regex(r"dtype$")
 _TRAINS = frozenset({"parameters", "named_parameters", "train"})
 
 
@@ -67,11 +69,24 @@ class SaveRoundsWeights(ScriptRule):
     )
     good = (_SAVE.format(save=_COPY),)
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.half",)
+    words = ("save_dtype",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """In-place casts around a save, of models that this file trains."""
         if is_exercise(script) or not script.has("backward", "owned_backward"):
             return
+        for cast, option in _casts_to_option(script.outline):
+            back = _cast_back(script, cast)
+            if back is None or back.unknown == option or not _is_saved(script, cast, back):
+                continue
+            if _is_trained(script, cast):
+                yield self.finding(
+                    script.where(cast.call),
+                    f"when `{option}` is a 16-bit dtype, this casts `{cast.key}` in place, and {script.at(back.node)} casts it back: every save "
+                    "rounds the weights in training",
+                    instead="save a cast copy: {k: v.to(dtype) for k, v in model.state_dict().items()}",
+                    severity="advice",
+                )
         for cast in casts_in(script.outline):
             back = _cast_back(script, cast) if cast.formats <= SIXTEEN_BIT else None
             if back is None or not _is_saved(script, cast, back) or not _is_trained(script, cast):
@@ -84,6 +99,18 @@ class SaveRoundsWeights(ScriptRule):
                 f"training to {low}{unless}",
                 instead="save a cast copy: {k: v.to(dtype) for k, v in model.state_dict().items()}",
             )
+
+
+def _casts_to_option(outline: Outline) -> Iterator[tuple[VariableCast, str]]:
+    """`model.to(cfg.save_dtype)`, each with that text: a dtype of its own for files, which is chosen to be smaller."""
+    for call, function in outline.calls.get("to", ()):
+        option = argument(call, 0, "dtype")
+        key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if option is None or len(call.args) + len(call.keywords) != 1 or not _FOR_FILES.search(key_of(option)):
+            continue
+        is_statement = isinstance(outline.parents.get(call), ast.Expr)
+        if key and is_statement and not cast_formats(outline, call, function):
+            yield VariableCast(call, function, key, frozenset()), text_of(option)
 
 
 def _cast_back(script: Script, cast: VariableCast) -> _Back | None:
@@ -100,8 +127,8 @@ def _cast_back(script: Script, cast: VariableCast) -> _Back | None:
     ]
     for call, function in sorted(later, key=lambda site: site.call.lineno):
         formats = cast_formats(outline, call, function)
-        dtype = argument(call, None, "dtype")
-        if formats & SIXTEEN_BIT:
+        dtype = argument(call, None, "dtype") or next((a for a in call.args if _DTYPE.search(key_of(a))), None)
+        if formats & SIXTEEN_BIT and (formats <= SIXTEEN_BIT or cast.formats):
             return None
         if formats == {"float32"}:
             return _Back(call, "")

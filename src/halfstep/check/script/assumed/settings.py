@@ -5,7 +5,7 @@
     if args.fp16:                                                                  fp16: True, False
 
 A setting comes from outside: an option of the command line, an entry of a configuration, or a parameter that no call of the
-file decides. One that the file assigns itself has the value that is assigned. Settings are told apart by their last names,
+file decides. One that the file assigns itself has the value that is assigned, also in a class without fields to fill. Settings are told apart by their last names,
 because `args.dtype` is `dtype` in the functions that receive it.
 """
 
@@ -93,7 +93,10 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     result: list[Assumption] = []
     for name, shown in reader.shown.items():
         if not reader.is_assigned(name):
+            written = reader.written(name)
             for value in shown.values():
+                if written and value not in written:
+                    continue
                 others = tuple((other, False) for other in flags if value is True and _excludes(name, other))
                 result.append(Assumption(((name, value), *others), params, engines.get(name, frozenset())))
     return result[:MAX_ASSUMPTIONS]
@@ -159,6 +162,17 @@ class _Reader:
         keys = [key for key in self.outline.bindings if last_name(key) == name and "." in key]
         owned = [key for key in keys if not key.startswith("self.") or key.count(".") > 1]
         return any(read_name(b.value) != name for key in owned for b in self.outline.bindings[key])
+
+    def written(self, name: str) -> set[object]:
+        """The constants of a setting in plain classes, `class Config: bf16 = True`, whose objects are created without arguments."""
+        values: set[object] = set()
+        for binding in self.outline.bindings.get(name, ()):
+            cls = self.outline.parents.get(binding.node)
+            is_plain = isinstance(cls, ast.ClassDef) and not (cls.bases or cls.keywords or cls.decorator_list)
+            if not is_plain or not isinstance(cls, ast.ClassDef) or "__init__" in self.outline.classes[cls.name]:
+                continue
+            values |= {binding.value.value} if isinstance(binding.value, ast.Constant) else set()
+        return values
 
     def read(self, node: ast.AST, around: Place) -> None:
         """Add what one node shows."""

@@ -20,6 +20,7 @@ from halfstep.check.script.objects.values import DTYPES, UNKNOWN, constant, text
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import Binding
 
 __all__ = [
     "chooses_format",
@@ -28,9 +29,11 @@ __all__ = [
     "dtype_values",
     "float16_ways",
     "format_ways",
+    "is_local",
     "is_on_gpu",
     "is_used_instead",
     "num_reads",
+    "own_bindings",
 ]
 
 MAX_DEPTH = 5
@@ -178,8 +181,31 @@ def chooses_format(outline: Outline, value: ast.expr) -> bool:
         arms = {constant(arm) for arm in (value.body, value.orelse)}
         if len(arms) > 1 and all(isinstance(arm, str) and arm in PRECISIONS for arm in arms):
             return True
+    if any(_reads_dtype(outline, n) for n in ast.walk(value)):
+        return True
     full = outline.names.full
     return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
+
+
+def _reads_dtype(outline: Outline, node: ast.AST) -> bool:
+    """Whether an expression is `getattr(torch, args.dtype)`, with an attribute of settings as the name."""
+    if not isinstance(node, ast.Call) or key_of(node.func) != "getattr" or len(node.args) < 2:
+        return False
+    return outline.names.full(node.args[0]) == "torch" and "dtype" in key_of(node.args[1])
+
+
+def own_bindings(outline: Outline, key: str) -> list[Binding]:
+    """The assignments of a variable, without the fields of classes that have its name."""
+    bindings = outline.bindings[key]
+    return [b for b in bindings if not isinstance(outline.parents.get(b.node), ast.ClassDef)] or bindings
+
+
+def is_local(outline: Outline, bindings: list[Binding]) -> bool:
+    """Whether a variable is one of functions, which no other file can read: not of the module, and not of a class."""
+    return all(
+        not isinstance(b.function.node, ast.Module) and not isinstance(outline.parents.get(b.node), ast.ClassDef)
+        for b in bindings
+    )
 
 
 def num_reads(text: str, name: str) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "keyword_of",
     "keywords_of",
     "passed_for",
+    "property_values",
     "returned_by",
     "table_of",
 ]
@@ -112,11 +113,20 @@ def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
     if attribute:
         yield from attribute
         return
+    yield from property_values(outline, key, function)
     for binding in outline.lookup(key, function):
         if binding.value is not None and binding.index is None:
             yield binding.value, binding.function
         elif binding.value is not None:
             yield from _elements(outline, binding.value, binding.function, binding.index)
+
+
+def property_values(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """What `self.dtype` returns, if it is a property of the class of this function."""
+    method = outline.classes.get(function.cls, {}).get(key.removeprefix("self.")) if key.startswith("self.") else None
+    decorators = getattr(method.node, "decorator_list", ()) if method is not None else ()
+    if method is not None and any(key_of(d).rpartition(".")[2] in {"property", "cached_property"} for d in decorators):
+        yield from ((value, method) for value in returned_by(method))
 
 
 def _elements(

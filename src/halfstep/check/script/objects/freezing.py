@@ -205,7 +205,19 @@ def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None, function:
         if isinstance(source, (ast.List, ast.Tuple)):  # `for part in [encoder, projection]:`
             return [_full_path(outline, text_of(part), function) for part in source.elts]
         return [_full_path(outline, key_of(source) or owner.id, function)]
+    if isinstance(outer, ast.If) and (whole := _searched(outline, owner, outer)):
+        return [_full_path(outline, whole, function)]
     return [_full_path(outline, text_of(owner), function)]
+
+
+def _searched(outline: Outline, owner: ast.expr, test: ast.If) -> str:
+    """The chosen modules of `for name, m in model.named_modules(): if "attn" in name:`, as a part of the model; or ""."""
+    outer = outline.parents.get(test)
+    func = outer.iter.func if isinstance(outer, ast.For) and isinstance(outer.iter, ast.Call) else None
+    if not isinstance(outer, ast.For) or not isinstance(func, ast.Attribute) or func.attr not in _ITERATED:
+        return ""
+    is_own = key_of(owner) in {key_of(n) for n in ast.walk(outer.target)} - {""}
+    return f"{key_of(func.value)}.modules" if is_own and not _ADDED.search(text_of(test.test)) else ""
 
 
 def _full_path(outline: Outline, text: str, function: Function) -> str:

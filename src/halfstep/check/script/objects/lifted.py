@@ -14,6 +14,7 @@ from typing import NamedTuple
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import attachments, may_attach
+from halfstep.check.script.objects.expressions import is_after_training
 from halfstep.check.script.objects.trainers import has_plugin
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.objects.weights import VariableCast, cast_formats, casts_in, conditions_of
@@ -59,7 +60,8 @@ def lifted_in_float16(script: Script) -> Iterator[Lift]:
     # PEFT itself casts the adapters of these calls to float32.
     wrapped = {key_of(a.base) for a in attachments(outline) if last_name_of(a.call.func) != "add_adapter"}
     casts = sorted(casts_in(outline), key=lambda cast: cast.call.lineno)
-    restored = {cast.key for cast in casts if cast.formats == {"float32"}}
+    lifts = [cast for cast in casts if cast.formats == {"float32"}]
+    restored = {cast.key for cast in lifts if not is_after_training(outline, cast.call, cast.function)}
     reported: set[ast.AST] = set()
     for back, condition in zip(backs, conditions, strict=True):
         for cast in casts:

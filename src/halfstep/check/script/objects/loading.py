@@ -31,6 +31,12 @@ _LOW_CHECKPOINTS = regex(
     r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
     re.IGNORECASE,
 )
+# Those in float32, and small ones that may be; what no list has is most likely stored in 16 bits.
+_FULL_CHECKPOINTS = regex(
+    r"gpt-?2|gpt-?neo|gpt-?j|gpt-?3|\w*gpt\b|rugpt|bert|(^|[/-])m?t5|bart|olmo|bloom|pythia|(^|/)opt-|codegen|cerebras|mamba|rwkv|xglm|biogpt|"
+    r"gemma-?2|smol_?l|tiny|stories|random|test|\d+m(-|$)",
+    re.IGNORECASE,
+)
 # A directory whose name says nothing about the checkpoint in it.
 _ANY_MODEL = regex(
     r"^(.*[\\/])?(\w*model|checkpoints?|ckpt|weights|out|output|merged|final|pretrained)[\\/]*$", re.IGNORECASE
@@ -116,7 +122,11 @@ def stored_low(outline: Outline, cast: Cast) -> bool | None:
     words = [t for t in texts if isinstance(t, str)]
     if not words or len(words) != len(texts) or any(_ANY_MODEL.search(word) for word in words):
         return None
-    return all(bool(_LOW_CHECKPOINTS.search(word)) for word in words)
+    low = [bool(_LOW_CHECKPOINTS.search(word)) for word in words]
+    is_asked = cast.form == "load"  # dtype="auto"
+    if is_asked and not any(low) and not any(map(_FULL_CHECKPOINTS.search, words)) and all("/" in w for w in words):
+        return None
+    return all(low)
 
 
 def _texts(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> set[object]:

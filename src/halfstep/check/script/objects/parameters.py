@@ -18,6 +18,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = [
     "is_cast_in_place",
     "is_listed",
+    "is_merged",
     "is_model_name",
     "may_freeze",
     "mentions_masters",
@@ -320,3 +321,21 @@ def is_cast_in_place(outline: Outline, key: str) -> bool:
         for name in ("to", "half", "bfloat16")
         for call, _ in outline.calls.get(name, ())
     )
+
+
+def is_merged(outline: Outline, load: ast.Call, function: Function) -> bool:
+    """Whether an adapter is merged into its model before anything is trained: what is trained after that are all weights.
+
+    Both as `PeftModel.from_pretrained(base, path).merge_and_unload()` and through the variable it is assigned to.
+    """
+    statement = outline.parents.get(load)
+    names = {key_of(t) for t in statement.targets} if isinstance(statement, ast.Assign) else set()
+    trains = [
+        s.call.lineno for n in ("train", "backward", "fit") for s in outline.calls.get(n, ()) if s.function is function
+    ]
+    for call, scope in outline.calls.get("merge_and_unload", ()):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        is_own = owner is load or (scope is function and key_of(owner) in names - {""} and call.lineno > load.lineno)
+        if is_own and not any(load.lineno < line < call.lineno for line in trains):
+            return True
+    return False

@@ -37,6 +37,9 @@ _ARGUMENTS = regex(
 _COMPENSATES = regex(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
 _ENGINES = regex(r"deepspeed|fsdp", re.IGNORECASE)
+_ASKS_FOR_ENGINE = regex(
+    r"deepspeed|fsdp|\b(use_|enable_|with_)?(ds|zero)(_\w+)?\b", re.IGNORECASE
+)  # `if args.use_ds:`
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _SEVERAL = regex(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
 _TRAINER = regex(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
@@ -83,7 +86,11 @@ def names_engine(outline: Outline, text: str) -> bool:
 def has_plugin(outline: Outline) -> bool:
     """Whether Accelerate trains float32 copies in every run: it gets a plugin, and no option leaves it out."""
     sites = [site for name in _PLUGINS for site in outline.calls.get(name, ())]
-    if any(not any(is_true and _ENGINES.search(text) for text, is_true in conditions_of(outline, c)) for c, _ in sites):
+    optional = [
+        any(is_true and _ASKS_FOR_ENGINE.search(text) for text, is_true in conditions_of(outline, call))
+        for call, _ in sites
+    ]
+    if not all(optional):
         return True
     return not sites and bool(outline.names.table.keys() & _PLUGINS)
 

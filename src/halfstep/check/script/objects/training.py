@@ -77,7 +77,7 @@ __all__ = ["Trained", "Training"]
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
 _READS = regex(
-    r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)|^_*trainable_(param|weight)", re.IGNORECASE
+    r"print|loss|^_*(get|list|count|filter|num|find)_\w*(param|weight)|^_*trainable_(param|weight)", re.IGNORECASE
 )  # changes nothing
 _OTHER_USE = r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug"
 _ASIDE_OF_ADAPTERS = regex(_OTHER_USE)

@@ -37,9 +37,10 @@ from halfstep.check.script.objects.formats import (
     keyword_of,
     keywords_of,
     passed_for,
+    property_values,
     returned_by,
 )
-from halfstep.check.script.objects.parameters import is_cast_in_place, may_freeze, parts_of
+from halfstep.check.script.objects.parameters import is_cast_in_place, is_merged, may_freeze, parts_of
 from halfstep.check.script.objects.tensors import created_formats, low_layer
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -61,6 +62,7 @@ _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
 }  # fmt: skip
+_SAME_MODEL = SAME_MODEL | {"merge_and_unload"}
 _LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = regex(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
@@ -210,7 +212,7 @@ def _flow_of_call(
             lineage.casts.append(Cast(call, function, key_of(base_of(call)) or name, formats, "cast"))
         assert isinstance(func, ast.Attribute)
         yield func.value, function, index, name
-    elif isinstance(func, ast.Attribute) and last in SAME_MODEL and key_of(func) not in outline.names.table:
+    elif isinstance(func, ast.Attribute) and last in _SAME_MODEL and key_of(func) not in outline.names.table:
         yield func.value, function, index, name
     elif last in _WRAPPERS and len(call.args) > (index or 0):
         if last == "deepcopy" and key_of(call.args[0]):
@@ -220,7 +222,7 @@ def _flow_of_call(
         yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})
     elif last in _LOADS:
         _add_load(lineage, call, function, name)
-        if lineage.is_adapted and "Peft" in text_of(func) and call.args:
+        if call.args and "Peft" in text_of(func) and (lineage.is_adapted or is_merged(outline, call, function)):
             yield call.args[0], function, None, name  # `PeftModel.from_pretrained(model, path)`
     else:
         target = outline.call_target(call, function)
@@ -237,6 +239,7 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
     """What is assigned to a variable, or passed for it."""
     bindings = _bindings(outline, key, function)
     yield from ((b.value, b.function, b.index, key) for b in bindings if b.value is not None)
+    yield from ((value, method, None, key) for value, method in property_values(outline, key, function))
     scope = place_of(outline, key, function)[1]
     if isinstance(scope, Function) and key in scope.params:
         passed = list(passed_for(outline, key, scope))
@@ -248,12 +251,11 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
         yield from ((v, inner, None, key_of(v) or key) for v, inner in entries_named(outline, key, function))
     elif not bindings and "." in key:
         owner, _, part = key.rpartition(".")
-        inside = {b.function.cls for b in outline.bindings.get(f"self.{part}", ())}
-        if owner != "self" and len(inside) == 1:  # `agent.model`: the attribute of the only class that has one
-            binding = outline.bindings[f"self.{part}"][0]
-            yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), binding.function, None, key
-        elif _is_loaded(outline, owner, function):
+        own = list(outline.bindings.get(f"self.{part}", ()))
+        if _is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
+        elif owner != "self" and len({b.function.cls for b in own}) == 1:  # `agent.model`: of the only such class
+            yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), own[0].function, None, key
         elif parts := _passed_as(outline, owner, part, function):
             yield from ((value, scope, None, key_of(value)) for value, scope in parts)
         else:
@@ -306,9 +308,7 @@ def _is_model(node: ast.expr | None) -> bool:
 def _bindings(outline: Outline, key: str, function: Function) -> list[Binding]:
     place = place_of(outline, key, function)
     every = outline.bindings.get(key, ())
-    if len(every) > MAX_PLACES:
-        return []
-    return [b for b in every if place_of(outline, key, b.function) == place]
+    return [b for b in every if place_of(outline, key, b.function) == place] if len(every) <= MAX_PLACES else []
 
 
 def _is_loaded(outline: Outline, key: str, function: Function) -> bool:
@@ -323,7 +323,8 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     assert isinstance(call.func, ast.Attribute)
     owner = text_of(call.func.value)
     if _OTHER_CLASS.search(owner.rsplit(".", 1)[-1]):
-        lineage.is_adapted |= "Peft" in owner and not asks_for_adapters(conditions_of(outline, call))
+        is_kept = not asks_for_adapters(conditions_of(outline, call)) and not is_merged(outline, call, function)
+        lineage.is_adapted |= "Peft" in owner and is_kept
         return
     dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
     for option in _QUANTIZED:
