@@ -74,6 +74,7 @@ def test_a_literal_that_the_script_tests_for_is_replaced_by_it(text, expected):
     ("text", "expected"),
     [
         ("parser.add_argument('--p', choices=['a', 'b'])\nuse(args.p)", ["a", "b"]),
+        ("parser.add_argument('--p', choices=['a', 'b'])\nuse(args.p)\nif args.p == 'c':\n    other()", ["a", "b"]),
         ("parser.add_argument('--p', choices=['a', 'b'])\nuse(args.p if args.p != 'a' else 'b')", []),
         ("parser.add_argument('--p', choices=['a', 'b'])\nif args.p == 'a':\n    args.p = 'b'\nuse(args.p)", []),
         ("use(cfg.p)\nif cfg.p == 'a':\n    x()\nelif cfg.p == 'b':\n    y()", ["a", "b"]),

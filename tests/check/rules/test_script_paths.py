@@ -254,7 +254,7 @@ for x, y in loader:
     [
         ("False", "pass", "out = model(x)", [11]),
         ("True", "pass", "out = model(x)", []),
-        ("args.amp", "pass", "out = model(x)", []),
+        ("args.amp", "pass", "out = model(x)", [5]),  # the scaler that the option does not switch
         ("False", "with torch.autocast('cuda'): out = model(x)", "out = out.float()", []),
         ("False", "out = model(x)", "out = out.float()", []),
     ],

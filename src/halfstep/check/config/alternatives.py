@@ -100,10 +100,11 @@ class Alternatives:
         key, last = key_of(node), key_of(node).rpartition(".")[2]
         if not key or any(name == key for name, _ in self.values.get(last, ())):
             return
-        for choice in self.choices.get(last, ()) if isinstance(node, ast.Attribute) else ():
+        choices = self.choices.get(last, ()) if isinstance(node, ast.Attribute) else ()
+        for choice in choices:
             if isinstance(choice, ast.Constant) and isinstance(choice.value, str) and choice.value not in self._tested:
                 yield choice
-        for test, name, value in self._tests:
+        for test, name, value in self._tests if not choices else ():  # the parser rejects what is none of them
             if name == key and test.lineno > node.lineno and not isinstance(test.body[-1], (ast.Raise, ast.Return)):
                 yield value
 

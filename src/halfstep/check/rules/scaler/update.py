@@ -34,6 +34,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 
+MAX_EVENTS = 100  # before and after an update that belong to its iteration; only generated code has more
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\
 import torch
@@ -112,6 +113,8 @@ class UpdateBeforeStep(TraceRule):
             later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
         )
         if following is None or trace[following].kind != "scaler_step":
+            if not any(e.kind == "scaler_step" for e in trace[max(0, index - MAX_EVENTS) : index]):
+                return None
             return self._in_window(script, trace, index) or self._from_other_loss(script, trace, index)
         step = trace[following]
         if step.loops != event.loops or step.scaler != event.scaler or not repeats(event):
@@ -139,7 +142,7 @@ class UpdateBeforeStep(TraceRule):
         """The finding for an update at the end of a window, in which the gradients of another optimizer accumulate too."""
         event = trace[index]
         before = next((trace[i] for i in earlier(trace, index, "scaler_step")), None)
-        near = [e for e in trace[index + 1 :] if e.loops == event.loops and compatible(e, event)]
+        near = [e for e in trace[index + 1 : index + MAX_EVENTS] if e.loops == event.loops and compatible(e, event)]
         back = next((e for e in near if e.kind == "backward"), None)
         step = next((e for e in near if e.kind == "scaler_step"), None)
         if before is None or back is None or step is None or near.index(back) > near.index(step):
@@ -162,8 +165,9 @@ class UpdateBeforeStep(TraceRule):
     def _from_other_loss(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for an update after which an optimizer uses gradients that the loss of another one has left in its model."""
         event = trace[index]
-        inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops and compatible(e, event)]
-        at = inside.index(event)
+        near = trace[max(0, index - MAX_EVENTS) : index + MAX_EVENTS]
+        inside = [e for e in near if e.loops[: len(event.loops)] == event.loops and compatible(e, event)]
+        at = next(i for i, e in enumerate(inside) if e is event)
         before = next((e for e in reversed(inside[:at]) if e.kind in {"scaler_step", "backward"}), None)
         backs = [i for i in range(at) if inside[i].kind == "backward"]
         if before is None or before.kind != "scaler_step" or not backs or not repeats(event):

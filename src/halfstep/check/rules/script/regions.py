@@ -269,7 +269,8 @@ class ScalerWithoutAutocast(TraceRule):
         opened = region_of_loss(script, trace, index) if len(scalers) == 1 and scalers[0].enabled == "yes" else None
         if opened is None or _casts(trace):
             return None
-        guards = (*event.guards, *opened.guards, *conditions_of(script.outline, scalers[0].node))
+        tested = (event.node, scalers[0].node)  # a literal of the call may have decided a guard of the trace
+        guards = (*event.guards, *opened.guards, *(g for node in tested for g in conditions_of(script.outline, node)))
         switches = [argument(a.node, None, "enabled") for a in opened.regions[-1].autocasts]
         options = {_option_of(script, node, opened.function) for node in switches if node is not None}
         option = options.pop() if len(options) == 1 and None not in switches else ""

@@ -244,9 +244,9 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
-        # One that does not exist skips nothing; HS132.
+        # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
         missing = {e.local.scaler for e in unbound_scalers(script)} if steps else set()
-        steps = [e for e in steps if e.local.scaler not in missing]
+        steps = [e for e in steps if e.local.scaler not in missing or e.local.scaler.isidentifier()]
         if not steps:
             return None
         scaler = steps[0].local.scaler

@@ -5,8 +5,8 @@
     if args.fp16:                                                                  fp16: True, False
 
 A setting comes from outside: an option of the command line, an entry of a configuration, or a parameter that no call of the
-file decides. One that the file assigns itself has the value that is assigned, also in a class without fields to fill. Settings are told apart by their last names,
-because `args.dtype` is `dtype` in the functions that receive it.
+file decides. One that the file assigns itself has the value that is assigned, also in a class without fields to fill. Settings
+are told apart by their last names, because `args.dtype` is `dtype` in the functions that receive it.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ class _Reader:
             is_plain = isinstance(cls, ast.ClassDef) and not (cls.bases or cls.keywords or cls.decorator_list)
             if not is_plain or not isinstance(cls, ast.ClassDef) or "__init__" in self.outline.classes[cls.name]:
                 continue
+            if isinstance(binding.node, ast.AnnAssign) and "Literal" in ast.unparse(binding.node.annotation):
+                continue  # which names the other values
             values |= {binding.value.value} if isinstance(binding.value, ast.Constant) else set()
         return values
 
