@@ -6,7 +6,7 @@ few MiB: on models of 20 to 90 million parameters, one allocation for each lost 
 2.11). In slabs of up to 128 MiB the loss is below 1 %.
 
 An entry remains a tensor of its own, contiguous and aligned as the allocator aligns, with its own version counter; only the
-storage is shared, by entries of one dtype: `torch.save` refuses a storage of two. State dicts look the same, and `torch.save`
+storage is shared, by entries of one dtype: `torch.save` rejects a storage of two. State dicts look the same, and `torch.save`
 stores a shared storage once. A slab is freed with the last of its entries.
 """
 

@@ -152,7 +152,7 @@ def _rounded(table: Tensor, dtype: torch.dtype) -> Tensor:
     """The table in 16 bits: one copy per region, because every layer of a network uses the same one, and autograd saves it."""
     if hasattr(
         table, _DERIVED
-    ):  # made anew by every layer; a mask of -1e9 must not be inf in a row that is masked as a whole
+    ):  # every layer makes its own; a mask of -1e9 must not be inf in a row that is masked as a whole
         largest = torch.finfo(dtype).max
         return table.clamp(-largest, largest).to(dtype)
     if table.is_inference():  # has no version
