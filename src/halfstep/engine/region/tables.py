@@ -150,9 +150,8 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 def _rounded(table: Tensor, dtype: torch.dtype) -> Tensor:
     """The table in 16 bits: one copy per region, because every layer of a network uses the same one, and autograd saves it."""
-    if hasattr(
-        table, _DERIVED
-    ):  # every layer makes its own; a mask of -1e9 must not be inf in a row that is masked as a whole
+    # Every layer makes its own, and a mask of -1e9 must not be inf in a row that is masked as a whole.
+    if hasattr(table, _DERIVED):
         largest = torch.finfo(dtype).max
         return table.clamp(-largest, largest).to(dtype)
     if table.is_inference():  # has no version
