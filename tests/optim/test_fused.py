@@ -304,22 +304,30 @@ def test_kernels_follow_the_reference_on_edited_weights(layout):
 
 @pytest.mark.parametrize("entry", ["low", "exp_avg"])
 def test_a_replaced_state_is_the_one_that_is_stepped(entry):
-    """set_master and others put new tensors into the state; the kernel must not step at the addresses of the old ones."""
+    """Loading and others put new tensors into the state; the kernel must not step at the addresses of the old ones."""
     (param,), optimizer = build(torch.bfloat16, "split", "fp32", sizes=[(300,)])
     for step in range(3):
         give_gradients([param], step)
         optimizer.step()
     old = optimizer.state[param][entry]
-    if entry == "low":
-        optimizer.set_master(param, torch.full((300,), 1 / 3, device=DEVICE))
-    else:
-        optimizer.state[param][entry] = torch.zeros_like(old)
-    assert optimizer.state[param][entry] is not old
+    optimizer.state[param][entry] = torch.zeros_like(old)
     unchanged = old.clone()
     give_gradients([param], 3)
     optimizer.step()
     assert torch.equal(old, unchanged)
     assert optimizer.state[param][entry].any()
+
+
+def test_a_master_that_was_set_is_the_one_that_is_stepped():
+    """set_master writes weight and low half in place, and the next step continues from them."""
+    (param,), optimizer = build(torch.bfloat16, "split", "fp32", sizes=[(300,)])
+    give_gradients([param], 0)
+    optimizer.step()
+    optimizer.set_master(param, torch.full((300,), 1 / 3, device=DEVICE))
+    give_gradients([param], 1)
+    optimizer.step()
+    master = optimizer.master_of(param)
+    assert 0 < (master - 1 / 3).abs().max() < 0.1
 
 
 def test_training_resumes_from_a_loaded_state():
