@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.region.casts import DIVISIONS, Make, run_in_autocast, run_in_lean
+from halfstep.engine.region.casts import DIVISIONS, Make, Run, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.engine.region.tables import KEYS, exclude_key, is_excluded
 from halfstep.hardware.onednn import ignore_fallback_warnings
@@ -143,7 +143,20 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
     operation, own_key, _ = _handles(name, device_type)
     run = run_in_autocast("fp32")(operation, device_type)
 
-    def in_fp32(_: Any, *args: Any, **kwargs: Any) -> Any:
+    return _excluding(own_key, run)
+
+
+def _unlisted(base: str, device_type: str) -> Callable[..., Any]:
+    """What torch does with a division, which is on none of its lists: numbers among its arguments cannot be redispatched."""
+    _, own_key, _ = _handles(f"{base}.Tensor", device_type)
+    call = DIVISIONS[base]
+    return _excluding(own_key, lambda args, _: call(*args))
+
+
+def _excluding(own_key: Any, run: Run) -> Callable[..., Any]:
+    """A kernel that runs an operation with autocast's key excluded."""
+
+    def kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
         before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
@@ -151,23 +164,7 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
         finally:
             exclude_key(own_key, before)
 
-    return in_fp32
-
-
-def _unlisted(base: str, device_type: str) -> Callable[..., Any]:
-    """What torch does with a division, which is on none of its lists: numbers among its arguments cannot be redispatched."""
-    _, own_key, _ = _handles(f"{base}.Tensor", device_type)
-    call = DIVISIONS[base]
-
-    def as_without_autocast(_: Any, *args: Any) -> Any:
-        before = is_excluded(own_key)
-        exclude_key(own_key, True)
-        try:
-            return call(*args)
-        finally:
-            exclude_key(own_key, before)
-
-    return as_without_autocast
+    return kernel
 
 
 def _kernel(

@@ -2,10 +2,11 @@
 
 Rotary tables, sinusoidal positions and attention masks are fp32 buffers. torch promotes `x * cos` to fp32, and after
 `x + positions` the whole residual stream of a network is fp32. A pure 16-bit model rounds its buffers. Here they stay as
-they are, because angles and frequencies computed from them need fp32; but where a buffer, or a view of one, is multiplied with or
-added to a 16-bit activation, or concatenated with one, it is rounded like the activation. The buffers are recognised by
-their storage, and what a model makes of one with numbers (`-1e4 * (1 - mask)`) by an attribute of the result. (Products that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took
-9.4 ms of a step on an H200, against 5.5 ms in the pure model.)
+they are, because angles and frequencies computed from them need fp32; but where a buffer, or a view of one, is multiplied with,
+added to or subtracted from a 16-bit activation, or concatenated with one, it is rounded like the activation. The buffers are
+recognised by their storage, and what a model makes of one with numbers (`-1e4 * (1 - mask)`) by an attribute of the result.
+(Products that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-02's rotations took 9.4 ms of a step
+on an H200, against 5.5 ms in the pure model.)
 
 Products and sums are frequent, and a kernel in Python costs a few microseconds, so it is registered only while a model
 with such buffers trains. Vectors do not count: those of models are mostly frequencies from which tables are computed
@@ -96,25 +97,21 @@ def _kernel(operation: Any, own_key: Any) -> Callable[..., Any]:
     call, name = getattr(torch, base), f"{base} with an fp32 buffer"
 
     def kernel(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-        is_derived = False
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.dtype is b.dtype:
-                pass
-            elif _is_met(b, a):
+        are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+        if are_tensors and a.dtype is not b.dtype:
+            if _is_met(b, a):
                 record_16_bits(name)
                 b = _rounded(b, a.dtype)
             elif _is_met(a, b):
                 record_16_bits(name)
                 a = _rounded(a, b.dtype)
-        else:
-            is_derived = _is_table(a) or _is_table(b)
         before = is_excluded(own_key)
         exclude_key(own_key, True)
         try:
             result = call(a, b, *args, **kwargs)
         finally:
             exclude_key(own_key, before)
-        if is_derived:
+        if not are_tensors and (_is_table(a) or _is_table(b)):
             setattr(result, _DERIVED, True)
         return result
 
