@@ -204,3 +204,80 @@ for x in loader:
 def test_a_checkpoint_that_another_file_puts_together_has_what_it_receives(parts, expected):
     """The arguments of the function whose result is saved are the parts of the checkpoint."""
     assert lines(BUILT.format(parts=parts), "HS170") == expected
+
+
+LITERAL = """\
+import torch
+def main():
+    amp = {amp}
+    scaler = {scaler}
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("amp", "scaler", "expected"),
+    [
+        ("False", 'torch.amp.GradScaler("cuda") if amp else None', []),
+        ("True", 'torch.amp.GradScaler("cuda") if amp else None', [11]),
+        ("True", 'None if amp else torch.amp.GradScaler("cuda")', []),
+        ("False", 'None if amp else torch.amp.GradScaler("cuda")', [11]),
+        ("args.amp", 'torch.amp.GradScaler("cuda") if amp else None', [11]),
+    ],
+)
+def test_a_scaler_that_a_literal_leaves_out_has_no_state(amp, scaler, expected):
+    """With `amp = False` in the script no scaler is created, so that a checkpoint lacks nothing."""
+    assert lines(LITERAL.format(amp=amp, scaler=scaler), "HS170") == expected
+
+
+TWO_LOSSES = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=args.steps)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = model(x, y)
+        accelerator.backward(loss)
+        {step}
+        optimizer.zero_grad()
+        second = model(x, None)
+        accelerator.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("step", "expected"), [("optimizer.step()", []), ("pass", [10])])
+def test_a_zero_grad_after_a_step_of_the_same_window_discards_nothing(step, expected):
+    """The step of the first loss has used what the zero_grad before the second backward clears."""
+    assert lines(TWO_LOSSES.format(step=step), "HS181") == expected
+
+
+FIRST_STATEMENT = """\
+import torch
+def load_model(folder, dtype=torch.float16):
+    {first}
+    config = read(folder)
+    model = Model(config)
+    model.load_state_dict(torch.load(folder))
+    return model
+model = load_model("weights", dtype=torch.bfloat16)
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [("torch.set_default_dtype(dtype)", []), ('"""Weights in `dtype`."""', [2])]
+)
+def test_a_parameter_that_the_first_call_reads_is_used(first, expected):
+    """Only a docstring is no code: a call as the first statement of a function counts."""
+    assert lines(FIRST_STATEMENT.format(first=first), "HS139") == expected

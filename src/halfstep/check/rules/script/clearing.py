@@ -223,6 +223,9 @@ class ClearedEveryMicroBatch(TraceRule):
             return None
         if any("%" in guard.text for guard in event.accumulating):
             return None  # at the start of a window
+        stepped = (trace[i] for i in earlier(trace, index, "opt_step") if trace[i].optimizer == event.optimizer)
+        if any(region.node is accumulate for step in stepped for region in step.regions):
+            return None  # of the loss before: it clears what this step has used
         engine = engine_at(script, key_of(accumulate.func.value), event.function)
         if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
             return None

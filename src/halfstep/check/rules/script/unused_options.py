@@ -330,7 +330,7 @@ class UnusedPrecisionOption(ScriptRule):
                 continue
             for name in names:
                 # By the text: the tree has the value of a variable in the place of its name.
-                is_documented = isinstance(function.body[0], ast.Expr)
+                is_documented = ast.get_docstring(function.node, clean=False) is not None
                 first, last = function.body[is_documented].lineno, function.body[-1].end_lineno
                 body = "\n".join(line.partition("#")[0] for line in lines[first - 1 : last])
                 if re.search(rf"\b{name}\b", body):

@@ -354,12 +354,13 @@ def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler 
     enabled = enabled_of(outline, argument(call, position, "enabled"), function)
     if any(k.arg is None for k in call.keywords):
         enabled = UNKNOWN
+    child: ast.AST = call
     parent: ast.AST = outline.parents.get(call, call)
     flag = ""
     while isinstance(parent, (ast.IfExp, ast.BoolOp)):
         if isinstance(parent, ast.IfExp) and not flag:
-            flag = text_of(parent.test)
-        parent = outline.parents[parent]
+            flag = _condition(outline, parent, function, is_body=parent.body is child)
+        child, parent = parent, outline.parents[parent]
     key = ""
     if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
         key = key_of(parent.targets[0])
@@ -372,6 +373,12 @@ def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler 
     if flag and enabled == "yes":
         enabled = flag
     return Scaler(call, function, key, api, enabled, parent)
+
+
+def _condition(outline: Outline, choice: ast.IfExp, function: Function, *, is_body: bool) -> str:
+    """The test of `GradScaler() if amp else None`; "yes" or "no" where a literal decides whether the scaler is created."""
+    flag = enabled_of(outline, choice.test, function)
+    return flag if is_body else {"yes": "no", "no": "yes"}.get(flag, flag)
 
 
 def is_misplaced(outline: Outline, region: Autocast) -> bool:
