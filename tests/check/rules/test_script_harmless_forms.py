@@ -281,3 +281,25 @@ for x in loader:
 def test_a_parameter_that_the_first_call_reads_is_used(first, expected):
     """Only a docstring is no code: a call as the first statement of a function counts."""
     assert lines(FIRST_STATEMENT.format(first=first), "HS139") == expected
+
+
+INSIDE_OUT = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [('mixed_precision="bf16"', []), ('mixed_precision="no"', [6]), ("", [6])]
+)
+def test_a_prepared_model_computes_in_the_format_of_its_accelerator(options, expected):
+    """The region that Accelerate opens in the forward is inside the script's: a float16 region around it changes nothing."""
+    assert lines(INSIDE_OUT.format(options=options), "HS123") == expected

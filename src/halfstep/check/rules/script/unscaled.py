@@ -153,8 +153,9 @@ class Fp16WithoutScaler(TraceRule):
         event = trace[index]
         func = event.node.func if isinstance(event.node, ast.Call) else None
         engine = engine_at(script, key_of(func.value), event.function) if isinstance(func, ast.Attribute) else None
+        # In bf16 the forward of a prepared model opens a region of its own, inside this one.
         launched = engine is not None and engine.precision == "?" and _is_left_to_launcher(script, engine)
-        if engine is None or not (launched or engine.precision in {"bf16", "fp32"}) or engine.plugin == "deepspeed":
+        if engine is None or not (launched or engine.precision == "fp32") or engine.plugin == "deepspeed":
             return None
         opened = region_of_loss(script, trace, index)
         if without_amp(event) or opened is None or not _may_be_float16(script, opened):
@@ -166,7 +167,7 @@ class Fp16WithoutScaler(TraceRule):
         if not is_certain and _tests_format(region, opened, event):
             return None
         when = "this region computes in float16, and" if is_certain else _condition(region)
-        unless = "unless it is launched with mixed_precision fp16, " if launched else ""
+        unless = "unless it is launched with mixed precision, " if launched else ""
         return self.finding(
             script.where(region.node),
             f"{when} {unless}`{engine.key}` does not scale the loss ({script.at(event.node)}): gradients below 6e-8 become zero",

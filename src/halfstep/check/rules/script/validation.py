@@ -131,16 +131,12 @@ class EvaluationWithoutAutocast(ScriptRule):
         nodes = {e.node for e in trained}
         shared = {guard for e in trained for guard in e.guards}  # conditions under which training has autocast
         for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
-            if event.autocast() or event.inside("owned"):
-                continue
-            if event.inside("autocast") and not (_is_validation(script, event) and _is_off(event)):
-                continue  # a part of a model that needs float32
+            if event.inside("autocast") or event.inside("owned"):
+                continue  # also in a region that is switched off: a part of a model, or a validation, in float32 by choice
             other = dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in shared))
             if without_amp(other) or any(_is_alternative(script, e, event, trained) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes | {e.node for e in validated})
-            off = event.inside("autocast")
-            node = off.node if off is not None else node
             if _ASIDE.search(function.name) or _samples(script, event, function) or is_drawn(script, event, nodes):
                 continue
             if (
@@ -170,12 +166,6 @@ class EvaluationWithoutAutocast(ScriptRule):
                 instead='with torch.no_grad(), torch.autocast("cuda", ...):',
             )
             return
-
-
-def _is_off(event: Event) -> bool:
-    """Whether each region around an event is a literal `enabled=False`, not one that belongs to a part of the model."""
-    regions = [r for r in event.regions if r.kind == "autocast"]
-    return all(a.enabled == "no" for r in regions for a in r.autocasts)
 
 
 def _without_gradients(event: Event) -> bool:
