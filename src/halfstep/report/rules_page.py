@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -90,7 +91,9 @@ def _link(reference: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        write_pages(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", nargs="?", type=Path, help="for a page per rule; without it the index is printed")
+    if (directory := parser.parse_args().directory) is not None:
+        write_pages(directory)
     else:
         sys.stdout.write(render_index())
