@@ -303,3 +303,26 @@ for x, y in loader:
 def test_a_prepared_model_computes_in_the_format_of_its_accelerator(options, expected):
     """The region that Accelerate opens in the forward is inside the script's: a float16 region around it changes nothing."""
     assert lines(INSIDE_OUT.format(options=options), "HS123") == expected
+
+
+SWITCHED = """\
+import torch
+settings = {{"lr": 1e-4, {entry}}}
+scaler = torch.amp.GradScaler("cuda", enabled=settings["use_scaler"])
+state = torch.load(path)
+optimizer.load_state_dict(state["optimizer"])
+for x in loader:
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [('"use_scaler": True', [10]), ('"enable_grad_scaler": args.amp', [10]), ('"scaler": scaler.state_dict()', [])],
+)
+def test_a_setting_named_for_the_scaler_does_not_save_it(entry, expected):
+    """`"use_scaler": True` among the settings is no state of a scaler; a key with its state is."""
+    assert lines(SWITCHED.format(entry=entry), "HS170") == expected

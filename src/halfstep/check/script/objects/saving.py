@@ -50,6 +50,7 @@ _HOLDS = regex(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckp
 _BUILDS = regex(r"(^|\.)_*(build|make|create|pack|compose|assemble|prepare)_(\w+_)?(checkpoint|ckpt|snapshot)(_\w+)?$")
 _ABOUT = regex(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
 _OWNS_STATE = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
+_FLAG = regex(r"(use|uses|enable|enabled|has|with|is)_")
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -345,7 +346,7 @@ def names_scaler(outline: Outline, scalers: tuple[Scaler, ...]) -> bool:
             if _is_setup(outline, scalers, node):
                 continue
             entries = ((str(constant(k)), v) for k, v in zip(node.keys, node.values, strict=True))
-            logged = [v for name, v in entries if "scaler" in name and name not in others and not _is_of_data(v)]
+            logged = [v for name, v in entries if _is_state(name, others) and not _is_of_data(v) and constant(v) is ...]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
         elif (isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func))) or looks_up(node):
@@ -356,9 +357,14 @@ def names_scaler(outline: Outline, scalers: tuple[Scaler, ...]) -> bool:
             continue  # a step of a scikit-learn pipeline, `("scaler", StandardScaler())`
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
-            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t and t not in others for t in texts):
+            if any(isinstance(t, str) and t.isidentifier() and _is_state(t, others) for t in texts):
                 return True
     return False
+
+
+def _is_state(name: str, others: frozenset[str]) -> bool:
+    """Whether a key may be that of a scaler's state; `use_scaler` is a setting."""
+    return "scaler" in name and name not in others and not _FLAG.match(name)
 
 
 def _is_of_data(node: ast.expr) -> bool:
