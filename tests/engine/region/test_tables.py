@@ -216,3 +216,15 @@ def test_a_table_made_outside_a_lean_region_is_torchs_own():
     with recognise_tables([mask]), compute_region("cpu", "bf16"):
         assert (x + (1 - mask)).dtype is FP32
     assert (x + (1 - mask)).dtype is FP32
+
+
+def test_tables_are_forgotten_after_the_names_of_the_module(monkeypatch):
+    """At the end of a process an Engine that nobody closed may be collected when the module's globals are None already."""
+    table = torch.ones(4, 4)
+    block = recognise_tables([table])
+    block.__enter__()
+    storages = tables._storages
+    for name in ("_remove", "_storages", "_vectors", "_libraries", "sys"):
+        monkeypatch.setattr(tables, name, None)
+    block.__exit__(None, None, None)
+    assert not storages

@@ -59,15 +59,17 @@ def recognise_tables(buffers: Iterable[Tensor]) -> Iterator[None]:
     _vectors.update(others)
     for device_type in {table.device.type for table in tables} - _libraries.keys():
         _libraries[device_type] = _install(KEYS[device_type])
+    # Bound here: an Engine that nobody closed is collected at the end of the process, after the names of this module.
+    remove, storages, vectors, libraries, is_ending = _remove, _storages, _vectors, _libraries, sys.is_finalizing
     try:
         yield
     finally:
-        _remove(_storages, identities)
-        _remove(_vectors, others)
-        if not _storages and not sys.is_finalizing():  # torch.library may be gone at the end of a process
-            for library in _libraries.values():
+        remove(storages, identities)
+        remove(vectors, others)
+        if not storages and not is_ending():  # torch.library may be gone then, too
+            for library in libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove them
-            _libraries.clear()
+            libraries.clear()
 
 
 def _remove(counter: Counter[int], identities: Iterable[int]) -> None:
