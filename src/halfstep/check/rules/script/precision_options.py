@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -24,6 +24,7 @@ _NAMED = (
     "with torch.autocast('cuda', dtype=torch.bfloat16, enabled={test}):\n    loss = model(x).mean()\n"
 )
 _FORMAT_OPTION = regex(r"^((torch|model|compute|train|training|amp|mixed)_)?(precision|dtype)$")
+_QUOTED = ("precision'", 'precision"', "dtype'", 'dtype"')  # the ends of such names in `cfg.get("dtype", "fp16")`
 _FORMATS = {"fp16", "float16", "half", "bf16", "bfloat16"}
 _FULL = {"no", "none", "off", "fp32", "float32", "32", "full"}
 _BOOL = regex(r"bool|lambda (\w+): bool\(\1\)")
@@ -117,12 +118,20 @@ class BooleanOption(ScriptRule):
 
     def _tested_names(self, script: Script, options: Options) -> Iterator[Finding]:
         """Options that name a format and are tested like flags: "no" and "float32" are true as well."""
-        for test, decided in _truth_tests(script):
+        # Walking every node is slow, and most files neither declare such an option nor read one by its name.
+        is_declared = any(_FORMAT_OPTION.search(name.lower()) for _, _, name in options.declared)
+        text = script.source.text.lower()
+        if not is_declared and not any(end in text for end in _QUOTED):
+            return
+        for test, parts in _truth_tests(script):
             name, default = _setting(test)
+            if not _FORMAT_OPTION.search(name.lower()):  # nearly all tests; walking what depends on each is slow
+                continue
+            decided = [n for part in parts for n in ast.walk(part)]
             is_changed = any(key.rpartition(".")[2] == name for key in script.outline.bindings if "." in key)
             # `if args.dtype: model.to(getattr(torch, args.dtype))` asks whether the option is set.
             is_read = any(getattr(n, "attr", None) == name or constant(n) == name for n in decided)
-            if not _FORMAT_OPTION.search(name.lower()) or is_changed or is_read:
+            if is_changed or is_read:
                 continue
             call = next((c for c, _, n in options.declared if n == name and isinstance(test, ast.Attribute)), None)
             if call is not None and (full := _full_precision(call)):
@@ -146,14 +155,13 @@ def _full_precision(option: ast.Call) -> str:
     return next((c for c in choices if isinstance(c, str) and c.lower() in _FULL), "") if is_named else ""
 
 
-def _truth_tests(script: Script) -> Iterator[tuple[ast.expr, list[ast.AST]]]:
-    """What an `if`, a conditional expression or `enabled=` asks to be true, with the nodes that depend on it."""
+def _truth_tests(script: Script) -> Iterator[tuple[ast.expr, Sequence[ast.AST]]]:
+    """What an `if`, a conditional expression or `enabled=` asks to be true, with the parts of the script that depend on it."""
     for node in all_nodes(script.tree):
         if isinstance(node, (ast.If, ast.IfExp)):
-            body = node.body if isinstance(node, ast.If) else [node.body]
-            yield node.test, [n for part in body for n in ast.walk(part)]
+            yield node.test, node.body if isinstance(node, ast.If) else [node.body]
         elif isinstance(node, ast.Call) and key_of(node.func).rpartition(".")[2] in {"autocast", "GradScaler"}:
-            others = [n for k in node.keywords if k.arg != "enabled" for n in ast.walk(k.value)]
+            others = [k.value for k in node.keywords if k.arg != "enabled"]
             yield from ((k.value, others) for k in node.keywords if k.arg == "enabled")
 
 

@@ -233,9 +233,8 @@ def optimizer_factories(outline: Outline) -> tuple[tuple[ast.Call, Function], ..
     """The calls of functions and classes of other files that create an optimizer: `optimizer = build_optimizer(cfg, model)`."""
     names = [name for name in outline.calls if MAKES_OPTIMIZER.search(name) or _is_foreign_class(outline, name)]
     sites = [site for name in names for site in outline.calls[name]]
-    sites += [
-        site for name in outline.calls for site in outline.calls[name] if _is_chosen_class(outline, name, site.call)
-    ]
+    chosen = [name for name in outline.calls if name in outline.bindings and "optim" in name.lower()]
+    sites += [site for name in chosen for site in outline.calls[name] if _is_chosen_class(outline, name, site.call)]
     return tuple(
         (call, function)
         for call, function in sites
@@ -251,10 +250,10 @@ def _is_foreign_class(outline: Outline, name: str) -> bool:
 
 def _is_chosen_class(outline: Outline, name: str, call: ast.Call) -> bool:
     """Whether a call creates an optimizer of a class that only a run knows: `cls = import_string(path)`, `cls(model.parameters())`."""
-    bound = outline.bindings.get(name, ()) if "optim" in name.lower() else ()
     first = argument(call, 0, "params")
     is_parameters = isinstance(first, ast.Call) and text_of(first.func).endswith(".parameters")
-    return is_parameters and bool(bound) and all(isinstance(b.value, ast.Call) and b.index is None for b in bound)
+    bound = outline.bindings[name]
+    return is_parameters and all(isinstance(b.value, ast.Call) and b.index is None for b in bound)
 
 
 def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:

@@ -118,7 +118,7 @@ def _assign(statement: ast.stmt, known: Known) -> None:
     """Add what a statement assigns to the values; remove what it assigns in a way that the text does not decide."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     value = _value(statement.value, known) if isinstance(statement, ast.Assign) else OPEN
-    for node in ast.walk(statement):
+    for node in ast.walk(statement) if known else ():  # most functions have no known value, and walking them is slow
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             known.pop(node.id, None)
     if isinstance(target, ast.Name) and value is not OPEN:
