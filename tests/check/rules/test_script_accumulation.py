@@ -857,3 +857,18 @@ def fit(model, optimizer, loader, accum):
 def test_a_flag_that_every_call_counts():
     """The same function still has a window where each call passes a counting flag."""
     assert [f.line for f in findings(CLEARED, "HS181")] == [4]
+
+
+def test_a_clip_in_the_loop_around_a_backward_in_a_function_is_reported_where_it_is():
+    """The backward is two calls deep, the clip in the loop itself."""
+    text = (
+        "import torch\n"
+        "def back(loss):\n    run(loss)\n"
+        "def run(loss):\n    (loss / accum).backward()\n"
+        "for i, x in enumerate(loader):\n"
+        '    with torch.autocast("cuda", dtype=torch.bfloat16):\n        loss = model(x)\n'
+        "    back(loss)\n"
+        f"    {CLIP}\n"
+        "    if (i + 1) % accum == 0:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    )
+    assert [f.line for f in findings(text, "HS189")] == [10]

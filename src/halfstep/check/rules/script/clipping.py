@@ -307,7 +307,7 @@ class ClipEveryMicroBatch(TraceRule):
         if any(only_settings(script, e, trace[back]) for e in unscales):
             return None  # HS106 reports the unscale_ that comes with it
         # A function that only clips is right; the mistake is where the loop calls it.
-        depth = len(trace[back].roots)
+        depth = min(len(trace[back].roots), len(event.roots))
         place = (*event.roots, event.node)[depth] if event.function is not trace[back].function else event.node
         name = text_of(place.func) if isinstance(place, ast.Call) and place is not event.node else event.subject
         return self.finding(
