@@ -326,3 +326,41 @@ for x in loader:
 def test_a_setting_named_for_the_scaler_does_not_save_it(entry, expected):
     """`"use_scaler": True` among the settings is no state of a scaler; a key with its state is."""
     assert lines(SWITCHED.format(entry=entry), "HS170") == expected
+
+
+COMPARED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+weight_dtype = torch.float32
+if accelerator.mixed_precision == "fp16":
+    weight_dtype = torch.float16
+elif accelerator.mixed_precision == "bf16":
+    weight_dtype = torch.bfloat16
+model = Model()
+if {test}:
+    model.to(accelerator.device, dtype=weight_dtype)
+else:
+    model.to(accelerator.device)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("weight_dtype == torch.bfloat16", []),
+        ("weight_dtype != torch.float16 and args.cast", []),
+        ("weight_dtype == torch.float16", [11]),
+        ("weight_dtype in (torch.float16, torch.bfloat16)", [11]),
+        ("args.cast", [11]),
+    ],
+)
+def test_a_condition_on_a_dtype_leaves_only_its_formats(test, expected):
+    """`if weight_dtype == torch.bfloat16:` around a cast: float16 weights never meet the scaler."""
+    assert lines(COMPARED.format(test=test), "HS199") == expected

@@ -265,11 +265,7 @@ class HalfWeightsInFramework(ScriptRule):
             return
         reported: set[int] = set()  # lines: an event may be another node of the same cast
         for tie in script.training.by_optimizers:
-            if (
-                "float16" in tie.cast.formats
-                and len(tie.cast.formats) > 1
-                and (test := _chosen_by_engine(script, tie.cast))
-            ):
+            if "float16" in tie.cast.formats and (test := _chosen_by_engine(script, tie.cast)):
                 reported.add(tie.cast.node.lineno)
                 yield self._report(script, anchor(script, tie.cast), f"when `{test[0]}`, ", subject(tie.cast), test[1])
             ways = float16_ways(script.outline, tie.cast) if tie.cast.formats != {"float16"} else [()]

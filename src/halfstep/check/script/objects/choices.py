@@ -21,6 +21,7 @@ __all__ = [
     "MAX_VALUES",
     "UNKNOWN",
     "argument",
+    "compared_formats",
     "constant",
     "devices_of",
     "dtypes_of",
@@ -307,3 +308,33 @@ def _pairs(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:
 def is_configuration(key: str) -> bool:
     """Whether a variable has settings, by its name."""
     return bool(_CONFIGURATION.search(key))
+
+
+def compared_formats(outline: Outline, node: ast.expr, formats: frozenset[str]) -> frozenset[str]:
+    """Those of a variable's formats that the conditions around `node`, a use of it, leave: `if dtype == torch.bfloat16:`."""
+    key = key_of(node)
+    child: ast.AST = node
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test:
+            body: list[ast.AST] = [parent.body] if isinstance(parent, ast.IfExp) else [*parent.body]
+            is_body, test = child in body, parent.test
+            parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and is_body else [test]
+            for part in parts:
+                names, is_one = _comparison(outline, key, part)
+                is_one = is_one is is_body
+                left = names if is_one and formats == {UNKNOWN} else formats & names if is_one else formats - names
+                formats = left if names and left else formats
+        child, parent = parent, outline.parents.get(parent)
+    return formats
+
+
+def _comparison(outline: Outline, key: str, test: ast.expr) -> tuple[frozenset[str], bool]:
+    """The formats of `key == torch.bfloat16` or `key in (...)`, and whether the test asks for one of them; none in other tests."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or key_of(test.left) != key:
+        return frozenset(), False
+    right, is_one = test.comparators[0], isinstance(test.ops[0], (ast.Eq, ast.Is, ast.In))
+    values = right.elts if isinstance(right, (ast.Tuple, ast.List, ast.Set)) else [right]
+    names = [DTYPES.get(outline.names.full(value), "") for value in values]
+    is_test = is_one or isinstance(test.ops[0], (ast.NotEq, ast.IsNot, ast.NotIn))
+    return frozenset(names if is_test and all(names) else ()), is_one

@@ -12,7 +12,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halfstep.check.script.objects.choices import field_defaults, field_values, is_configuration, strings_of
+from halfstep.check.script.objects.choices import (
+    compared_formats,
+    field_defaults,
+    field_values,
+    is_configuration,
+    strings_of,
+)
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -92,8 +98,8 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     if formats == _NOTHING and isinstance(node, ast.Attribute) and is_configuration(key.rpartition(".")[0]):
         # `cfg.dtype` of a class of this file: its default if a caller of another file creates it
         defaults = [(value, outline.module) for value in field_defaults(outline, node.attr)]
-        return formats | merged(iter([*defaults, *field_values(outline, node.attr)]))
-    return formats
+        formats |= merged(iter([*defaults, *field_values(outline, node.attr)]))
+    return compared_formats(outline, node, formats)
 
 
 def assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
