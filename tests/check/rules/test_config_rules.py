@@ -471,3 +471,29 @@ def test_a_deepspeed_block_that_accelerate_ignores_has_one_finding():
     head = "compute_environment: LOCAL_MACHINE\nmixed_precision: fp16\nnum_processes: 4\n"
     assert codes(f"{head}distributed_type: MULTI_GPU\n{block}") == {"HS266": "warning"}
     assert {"HS226", "HS265"} <= codes(f"{head}distributed_type: DEEPSPEED\n{block}").keys()
+
+
+FITS = """\
+import lightning as L
+
+trainer = L.Trainer(precision="bf16-true", max_epochs={epochs})
+def score(trainer, x, y):
+    classifier = LogisticRegression()
+    {fits}.fit(x, y)
+    return trainer.{method}(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fits", "method", "epochs", "expected"),
+    [
+        ("classifier", "validate", 3, None),
+        ("classifier", "predict", 3, None),
+        ("trainer", "validate", 3, "warning"),
+        ("trainer", "validate", 0, None),
+        ("classifier", "run", 3, "warning"),  # may be what trains
+    ],
+)
+def test_only_a_trainer_that_fits_rounds_its_weights(fits, method, epochs, expected):
+    """`fit` of another object trains nothing in 16 bits, and a Trainer with `max_epochs=0` takes no step."""
+    assert codes(FITS.format(fits=fits, method=method, epochs=epochs)).get("HS283") == expected
