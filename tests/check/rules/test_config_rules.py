@@ -497,3 +497,20 @@ def score(trainer, x, y):
 def test_only_a_trainer_that_fits_rounds_its_weights(fits, method, epochs, expected):
     """`fit` of another object trains nothing in 16 bits, and a Trainer with `max_epochs=0` takes no step."""
     assert codes(FITS.format(fits=fits, method=method, epochs=epochs)).get("HS283") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"),
+    [
+        ({"zero_quantized_weights": False}, "advice"),
+        ({"zero_quantized_weights": True}, "warning"),
+        ({"max_grad_norm": 0}, "advice"),
+        ({"max_grad_norm": 0, "gradient_clipping": 1.0}, "warning"),
+        ({"overlap_comm": False}, "warning"),  # True at stage 3
+        ({"loss_scale": 0}, "advice"),
+        ({"loss_scale": 0, "fp16": {"enabled": True, "loss_scale": 128}}, "warning"),
+    ],
+)
+def test_a_misplaced_key_that_repeats_its_default_is_advice(settings, severity):
+    """Nothing changes where DeepSpeed ignores a setting that is off anyway; a block with another value decides against it."""
+    assert codes({"train_batch_size": 8, "zero_optimization": {"stage": 1}, **settings})["HS253"] == severity
