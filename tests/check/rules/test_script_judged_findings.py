@@ -36,3 +36,42 @@ Weighted(model, args).train()
 def test_a_trainer_that_scales_nothing_is_not_bypassed(options, expected):
     """The Trainer has a scaler in fp16 only: `loss.backward()` is its own backward where every argument excludes that."""
     assert lines(SUBCLASSED.format(options=options), "HS185") == expected
+
+
+IDLE = """\
+import torch
+class Runner:
+    def __init__(self, model, optimizer):
+        self.model, self.count = model, 0
+        self.optimizer = optimizer
+    def run(self):
+        for x in loader:
+            self.model(x)
+            {step}
+def main():
+    model = load_model()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    {use}
+    Runner(model, optimizer).run()
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "use", "expected"),
+    [
+        ("# self.optimizer.step()", "schedule = get_cosine_schedule_with_warmup(optimizer, 10, 100)", []),
+        ("pass", "optimizer = model.add_groups(optimizer)", []),
+        ("pass", "print(len(optimizer.param_groups))", []),
+        ("self.optimizer.step()", "pass", [14]),
+        ("pass", "train_one_epoch(model, optimizer)", [14]),
+        ("pass", "states = [optimizer]", [14]),
+        ("pass", "return optimizer", [14]),
+    ],
+)
+def test_an_optimizer_that_never_steps_rounds_nothing(step, use, expected):
+    """A file whose step is commented out, and that passes its optimizer to no other code, updates no weights."""
+    assert lines(IDLE.format(step=step, use=use), "HS151") == expected
