@@ -75,3 +75,28 @@ main()
 def test_an_optimizer_that_never_steps_rounds_nothing(step, use, expected):
     """A file whose step is commented out, and that passes its optimizer to no other code, updates no weights."""
     assert lines(IDLE.format(step=step, use=use), "HS151") == expected
+
+
+BENCHMARK = """\
+import torch
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.bfloat16)
+    weight = torch.randn(8, 8, requires_grad=True)
+    {optimizer}
+    for x in inputs:
+        kernel(x, weight).backward(gradient)
+        {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step", "expected"),
+    [
+        ("expected = weight.clone()", "compare(weight.grad)", []),
+        ("sgd = torch.optim.SGD([weight], lr=0.1)", "sgd.step()", [3]),
+        ("updates = make(weight)", "updates.step()", [3]),
+    ],
+)
+def test_a_file_without_an_optimizer_trains_nothing_in_the_default_dtype(optimizer, step, expected):
+    """The benchmark of a kernel runs backward under a 16-bit default and updates no weights."""
+    assert lines(BENCHMARK.format(optimizer=optimizer, step=step), "HS162") == expected
