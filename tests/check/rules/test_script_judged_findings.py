@@ -100,3 +100,31 @@ if __name__ == "__main__":
 def test_a_file_without_an_optimizer_trains_nothing_in_the_default_dtype(optimizer, step, expected):
     """The benchmark of a kernel runs backward under a 16-bit default and updates no weights."""
     assert lines(BENCHMARK.format(optimizer=optimizer, step=step), "HS162") == expected
+
+
+SEARCH = """\
+import torch
+def find(model, data, accumulation_steps):
+    optimizer = torch.optim.AdamW(model.parameters())
+    {loop}:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(data[:16]) / accumulation_steps
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "rest", "expected"),
+    [
+        ("for batch_size in (8, 16, 32)", "pass", []),
+        ("while batch_size < limit", "batch_size *= 2", []),
+        ("for batch in data", "pass", [9]),
+        ("while step < limit", "step += 1", [9]),
+    ],
+)
+def test_a_search_for_a_batch_size_accumulates_nothing(loop, rest, expected):
+    """A loop over batch sizes measures the memory of one step each; its model is not the one that is trained."""
+    assert lines(SEARCH.format(loop=loop, rest=rest), "HS181") == expected
