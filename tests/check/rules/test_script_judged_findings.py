@@ -128,3 +128,35 @@ def find(model, data, accumulation_steps):
 def test_a_search_for_a_batch_size_accumulates_nothing(loop, rest, expected):
     """A loop over batch sizes measures the memory of one step each; its model is not the one that is trained."""
     assert lines(SEARCH.format(loop=loop, rest=rest), "HS181") == expected
+
+
+REGISTERED = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+{model}
+class Preference(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return preference_loss(model(**inputs).logits)
+model = AutoModelForCausalLM.from_pretrained("saved")
+args = TrainingArguments("out", gradient_accumulation_steps=4)
+Preference(model, args).train()
+"""
+IN_FILE = """\
+class Net(torch.nn.Module):
+    def forward(self, input_ids{kwargs}):
+        return self.head(input_ids)
+AutoModelForCausalLM.register(NetConfig, Net)"""
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("from model import Net, NetConfig\nAutoModelForCausalLM.register(NetConfig, Net)", []),
+        (IN_FILE.format(kwargs=", labels=None"), []),
+        (IN_FILE.format(kwargs=", **kwargs"), [8]),
+        ("", [5]),
+    ],
+)
+def test_a_registered_model_may_leave_the_division_to_the_trainer(model, expected):
+    """The Trainer divides the loss itself for a forward without `**kwargs`, and the project's own model may have one."""
+    assert lines(REGISTERED.format(model=model), "HS180") == expected
