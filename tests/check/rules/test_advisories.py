@@ -170,7 +170,9 @@ def test_deepspeed_files_are_compared_with_the_table(path, text, version, expect
     assert codes(text, f"deepspeed={version}", path=path) == expected
 
 
-ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: {}\nmixed_precision: {}\nfsdp_config:\n  fsdp_version: {}\n"
+ACCELERATE = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: {}\nmixed_precision: {}\nfsdp_config:\n  fsdp_version: {}\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,102 @@ AutoModelForCausalLM.register(NetConfig, Net)"""
 def test_a_registered_model_may_leave_the_division_to_the_trainer(model, expected):
     """The Trainer divides the loss itself for a forward without `**kwargs`, and the project's own model may have one."""
     assert lines(REGISTERED.format(model=model), "HS180") == expected
+
+
+def message(text, code):
+    """The message of the only finding of a rule."""
+    (finding,) = findings(text, code)
+    return finding.message
+
+
+CHOSEN = """\
+import torch
+from peft import get_peft_model
+model = load_model()
+if config.use_lora:
+    model.requires_grad_(False)
+    model = get_peft_model(model, lora)
+else:
+    model.to(device, dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_condition_is_printed_once():
+    """An option that chooses the cast and what is frozen is one condition."""
+    assert message(CHOSEN, "HS151").count("`not config.use_lora`") == 1
+
+
+MEASURED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    {measure}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        ("log(sum(p.grad.norm() for p in model.parameters()))", "the norm of `p.grad` is measured"),
+        ("log(torch.norm(model.head.weight.grad))", "the norm of `model.head.weight.grad` is measured"),
+        ("log(torch.nn.utils.clip_grad_norm_(ps, float('inf')))", "`clip_grad_norm_` measures the norm"),
+    ],
+)
+def test_a_message_names_whose_norm_is_measured(measure, expected):
+    """The tensor of `p.grad.norm()` is the gradient, and `norm` is no tensor."""
+    assert message(MEASURED.format(measure=measure), "HS110").startswith(expected)
+
+
+UNSCALED_TWICE = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    if scheme == "exact" and not is_approximate:
+        scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_message_quotes_the_whole_condition():
+    """Both parts of a condition are needed for the second unscale_ to raise."""
+    assert "if `scheme == 'exact'` and not `is_approximate`:" in message(UNSCALED_TWICE, "HS105")
+
+
+STRICT = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    try:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0{strict})
+    except RuntimeError as error:
+        raise FloatingPointError("gradients are not finite") from error
+    if not torch.isfinite(norm):
+        raise FloatingPointError("the norm is not finite")
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(", error_if_nonfinite=True", [9]), ("", [13])])
+def test_the_first_line_that_raises_is_reported(strict, expected):
+    """A test of the norm below a clip that raises is not reached."""
+    assert lines(STRICT.format(strict=strict), "HS175") == expected

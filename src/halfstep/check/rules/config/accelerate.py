@@ -177,7 +177,9 @@ class Fp16OnCpu(ConfigRule):
             folder = str(Path(config.source.path).absolute().parent)
             pin = pins_for(folder, settings.pins, look_up=settings.look_up).get("accelerate")
             raises = pin is not None and matches(pin.version, _REJECTS_CPU)
-            effect = f"{pin} raises a ValueError without a GPU" if raises else "Accelerate ignores it and trains in fp32"
+            effect = (
+                f"{pin} raises a ValueError without a GPU" if raises else "Accelerate ignores it and trains in fp32"
+            )
             message = f"fp16 mixed precision is requested on the CPU; {effect}."
             instead = "Use bf16, or no to disable mixed precision."
             yield self.finding(config.where(entry), message, instead=instead, severity="error" if raises else None)

@@ -72,7 +72,8 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     lineage = lineage or Lineage(script.outline)
-    parts = [f"`{flag}`" for flag in (*flags, *map(_negated, lineage.frozen_when))]
+    # An option may choose both the cast and what is frozen.
+    parts = [f"`{flag}`" for flag in dict.fromkeys((*flags, *map(_negated, lineage.frozen_when)))]
     if script.training.adapters == "optional" and not lineage.is_adapted and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
     if cast.form == "factory":

@@ -168,7 +168,9 @@ def _loads_language_model(outline: Outline) -> bool:
     registers = [c for c, _ in outline.calls.get("register", ()) if text_of(c.func).endswith("ForCausalLM.register")]
     forwards = [outline.classes.get(key_of(argument(c, 1, "model_class")), {}).get("forward") for c in registers]
     is_library = any(full.split(".")[0] in _LIBRARIES for full in imported) and "from_pretrained" in outline.calls
-    return is_library and all(f is not None and isinstance(f.node, ast.FunctionDef) and f.node.args.kwarg for f in forwards)
+    return is_library and all(
+        f is not None and isinstance(f.node, ast.FunctionDef) and f.node.args.kwarg for f in forwards
+    )
 
 
 def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:
