@@ -170,15 +170,40 @@ def test_deepspeed_files_are_compared_with_the_table(path, text, version, expect
     assert codes(text, f"deepspeed={version}", path=path) == expected
 
 
-ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: {}\nfsdp_config:\n  fsdp_version: {}\n"
+ACCELERATE = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: {}\nmixed_precision: {}\nfsdp_config:\n  fsdp_version: {}\n"
+)
 
 
 @pytest.mark.parametrize(
-    ("precision", "version", "expected"), [("fp16", 2, ["-022"]), ("bf16", 2, []), ("fp16", 1, [])]
+    ("distributed", "precision", "version", "expected"),
+    [
+        ("FSDP", "fp16", 2, ["-022"]),
+        ("FSDP", "bf16", 2, []),
+        ("FSDP", "fp16", 1, []),
+        ("'NO'", "fp16", 2, []),
+        ("MULTI_GPU", "fp16", 2, []),
+    ],
 )
-def test_accelerate_files_are_compared_with_the_table(precision, version, expected):
-    """FSDP2 with fp16 has the defect; bf16 has no scaler, and FSDP1 restores it correctly."""
-    assert codes(ACCELERATE.format(precision, version), "accelerate=1.15.0", path="accelerate.yaml") == expected
+def test_accelerate_files_are_compared_with_the_table(distributed, precision, version, expected):
+    """FSDP2 with fp16 has the defect; bf16 has no scaler, FSDP1 restores it correctly, and others do not read the block."""
+    text = ACCELERATE.format(distributed, precision, version)
+    assert codes(text, "accelerate=1.15.0", path="accelerate.yaml") == expected
+
+
+SHARDED = """\
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+accelerator = Accelerator(mixed_precision="fp16"{options})
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [(", fsdp_plugin=plugin", ["-022"]), (", fsdp_plugin=None", []), ("", [])]
+)
+def test_a_plugin_shards_only_with_the_accelerator_that_gets_it(options, expected):
+    """An Accelerator without the plugin has no FSDP2 whose state it could load."""
+    assert codes(SHARDED.format(options=options), "accelerate=1.15.0") == expected
 
 
 def test_every_feature_of_a_script_is_recognised():

@@ -11,6 +11,7 @@ from halfstep.check.config.config import case_source, read_configs
 from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Settings, Source
+from halfstep.check.pins import Pin
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule
 from halfstep.check.runner import check_document
@@ -471,3 +472,65 @@ def test_a_deepspeed_block_that_accelerate_ignores_has_one_finding():
     head = "compute_environment: LOCAL_MACHINE\nmixed_precision: fp16\nnum_processes: 4\n"
     assert codes(f"{head}distributed_type: MULTI_GPU\n{block}") == {"HS266": "warning"}
     assert {"HS226", "HS265"} <= codes(f"{head}distributed_type: DEEPSPEED\n{block}").keys()
+
+
+FITS = """\
+import lightning as L
+
+trainer = L.Trainer(precision="bf16-true", max_epochs={epochs})
+def score(trainer, x, y):
+    classifier = LogisticRegression()
+    {fits}.fit(x, y)
+    return trainer.{method}(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fits", "method", "epochs", "expected"),
+    [
+        ("classifier", "validate", 3, None),
+        ("classifier", "predict", 3, None),
+        ("trainer", "validate", 3, "warning"),
+        ("trainer", "validate", 0, None),
+        ("classifier", "run", 3, "warning"),  # may be what trains
+    ],
+)
+def test_only_a_trainer_that_fits_rounds_its_weights(fits, method, epochs, expected):
+    """`fit` of another object trains nothing in 16 bits, and a Trainer with `max_epochs=0` takes no step."""
+    assert codes(FITS.format(fits=fits, method=method, epochs=epochs)).get("HS283") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"),
+    [
+        ({"zero_quantized_weights": False}, "advice"),
+        ({"zero_quantized_weights": True}, "warning"),
+        ({"max_grad_norm": 0}, "advice"),
+        ({"max_grad_norm": 0, "gradient_clipping": 1.0}, "warning"),
+        ({"overlap_comm": False}, "warning"),  # True at stage 3
+        ({"loss_scale": 0}, "advice"),
+        ({"loss_scale": 0, "fp16": {"enabled": True, "loss_scale": 128}}, "warning"),
+    ],
+)
+def test_a_misplaced_key_that_repeats_its_default_is_advice(settings, severity):
+    """Nothing changes where DeepSpeed ignores a setting that is off anyway; a block with another value decides against it."""
+    assert codes({"train_batch_size": 8, "zero_optimization": {"stage": 1}, **settings})["HS253"] == severity
+
+
+@pytest.mark.parametrize(
+    ("version", "severity", "effect"),
+    [
+        ("0.15.0", "error", "accelerate 0.15.0 (--with) raises a ValueError"),
+        ("0.16.0", "advice", "trains in fp32"),
+        ("1.15.0", "advice", "trains in fp32"),
+        (None, "advice", "trains in fp32"),
+    ],
+)
+def test_fp16_on_the_cpu_raises_before_accelerate_0_16(version, severity, effect):
+    """Since 0.16 Accelerate has no scaler and no autocast on the CPU, and does not raise."""
+    settings = Settings(pins=(Pin("accelerate", version, "--with"),) if version else ())
+    source = case_source("from accelerate import Accelerator\n\nAccelerator(cpu=True, mixed_precision='fp16')\n")
+    configs = configs_in_script(ast.parse(source.text), source, settings)
+    (finding,) = [f for config in configs for rule in RULES for f in rule().check(config) if f.code == "HS263"]
+    assert finding.severity == severity
+    assert effect in finding.message

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from halfstep.precision.deepspeed_keys import BLOCKS, REMOVED_KEYS
 
-__all__ = ["ARGUMENTS", "BLOCK_KEYS", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
+__all__ = ["ARGUMENTS", "BLOCK_KEYS", "OFF_BY_DEFAULT", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
 
 _ZERO = (
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
@@ -48,6 +48,18 @@ PARENT_BLOCK: dict[str, str] = {
     "grad_accum_dtype": "data_types",
     "max_grad_norm": "",  # in no block: DeepSpeed's name for it is the top-level gradient_clipping
 }
+
+# Keys of PARENT_BLOCK whose default is false, 0 or none.
+OFF_BY_DEFAULT = frozenset({
+    "stage", "offload_param", "offload_optimizer", "cpu_offload_param", "cpu_offload_use_pin_memory", "cpu_offload",
+    "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save", "module_granularity_threshold",
+    "stage3_module_granularity_threshold", "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params",
+    "allgather_sequential", "stage3_allgather_sequential", "stage3_gather_fp16_weights_on_model_save", "legacy_stage1",
+    "round_robin_gradients", "parameter_alignment", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients", "pipeline_loading_checkpoint", "log_trace_cache_warnings", "enable_sanity_checks",
+    "save_muon_momentum_buffer_in_memory", "loss_scale", "consecutive_hysteresis", "fp16_master_weights_and_grads",
+    "grad_accum_dtype", "max_grad_norm",
+})  # fmt: skip
 
 # Key -> where it was valid, for removed features that 0.19.8 raises an error for. `amp` has a separate rule.
 REMOVED: dict[str, str] = {

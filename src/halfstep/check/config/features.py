@@ -29,6 +29,7 @@ def features_of_config(config: Config) -> dict[str, Entry]:
         version = config.entry("fsdp_config", "fsdp_version")
         if (
             version
+            and config.value("distributed_type") == "FSDP"  # Accelerate reads the block only then
             and config.value("fsdp_config", "fsdp_version") in {2, "2"}
             and config.value("mixed_precision") == "fp16"
         ):

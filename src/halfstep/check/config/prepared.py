@@ -43,6 +43,16 @@ class PreparedModels:
             return ""
         return model if any(model in names and self._precedes(p, call, model) for p, names in self.prepares) else ""
 
+    def restores_optimizer(self, call: ast.Call, loads: list[ast.Call]) -> bool:
+        """Whether the function of a call also loads the state of the prepared optimizer, whose masters are part of it."""
+        owners = [
+            key_of(c.func.value)
+            for c in loads
+            if isinstance(c.func, ast.Attribute) and self._around(c) is self._around(call)
+        ]
+        prepared = {name for _, names in self.prepares for name in names}
+        return any(owner in prepared and "opt" in last_name(owner).lower() for owner in owners)
+
     def _wrapped(self, value: ast.expr) -> str:
         """The `model` of `model.module` and of `accelerator.unwrap_model(model)`."""
         func = value.func if isinstance(value, ast.Call) else None

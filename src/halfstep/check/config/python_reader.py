@@ -17,6 +17,7 @@ from halfstep.check.config.arms import arms_of
 from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.classes import class_configs
 from halfstep.check.config.config import Config
+from halfstep.check.config.fitting import facts_around
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of, subscript
 from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
@@ -89,18 +90,6 @@ class _Finder:
         for call in self.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr in {"fit", "backward"}:
                 yield f".{call.func.attr}()"
-
-    def _facts_around(self, call: ast.Call) -> frozenset[str]:
-        """The script's facts; where several functions each create a trainer, as tests do, only this one's training."""
-        trains = {".fit()", ".backward()"} & self.script
-        made = [c for c in self.calls if self.names.full(c.func) == self.names.full(call.func)]
-        if not trains or len(made) == 1:
-            return self.script
-        for node in self.nodes:  # outer functions come first
-            if isinstance(node, ast.FunctionDef) and node.lineno <= call.lineno <= (node.end_lineno or 0):
-                inside = {f".{n.attr}()" for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                return (self.script - trains) | (trains & inside)
-        return self.script
 
     def _config(self, kind: Kind, root: Block, origin: str, *, strict: bool = True) -> Config:
         return Config(kind, root, self.source, self.settings, origin, strict, self.script)
@@ -298,7 +287,8 @@ class _Finder:
 
     def _lightning(self, call: ast.Call, last: str) -> Iterator[Config]:
         """A Trainer's arguments; once for each literal that its precision may be."""
-        config = replace(self._keywords("lightning", call, last), script=self._facts_around(call))
+        facts = facts_around(call, self.script, self.calls, self.nodes, self.names)
+        config = replace(self._keywords("lightning", call, last), script=facts)
         precision = next((k.value for k in call.keywords if k.arg == "precision"), None)
         if config.entry("precision") is None and precision is None:
             precision = _spread_precision(call)

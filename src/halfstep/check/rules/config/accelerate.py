@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import uses_another_engine
@@ -10,7 +11,9 @@ from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
 from halfstep.check.config.edits import literal, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS
 from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.pins import pins_for
 from halfstep.check.rule import ConfigRule, Rule
+from halfstep.hardware.versions import matches
 from halfstep.precision.node import Block
 
 __all__ = ["RULES"]
@@ -31,6 +34,10 @@ _SET_BY_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
     "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
+
+
+# The releases that raise for fp16 without a GPU; 0.16.0 added the test of the device (accelerate#909).
+_REJECTS_CPU = ">=0.11,<0.16"
 
 
 class UnknownMixedPrecision(ConfigRule):
@@ -139,10 +146,11 @@ class Fp16OnCpu(ConfigRule):
 
     code = "HS263"
     name = "accelerate-fp16-on-cpu"
-    severity = "error"
+    severity = "advice"
     reason = (
-        "Accelerate raises 'fp16 mixed precision requires a GPU' on a CPU. CPUs with 16-bit matrix instructions "
-        "support bf16; on all others mixed precision is slower than fp32."
+        "Since 0.16 Accelerate ignores fp16 on a CPU and trains in fp32, without a warning and without a loss scale; 0.11 to "
+        "0.15 raise 'fp16 mixed precision requires a GPU' on machines without one. CPUs with 16-bit matrix instructions support "
+        "bf16; on all others mixed precision is slower than fp32."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: fp16\n",
@@ -152,7 +160,11 @@ class Fp16OnCpu(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: bf16\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(cpu=args.cpu, mixed_precision='fp16')\n",
     )
-    references = (_ACCELERATOR, "measured: source code of accelerate 1.15, accelerator.py")
+    references = (
+        _ACCELERATOR,
+        "https://github.com/huggingface/accelerate/pull/909",
+        "measured: accelerate 1.15.0, Accelerator(cpu=True, mixed_precision='fp16') has no scaler and computes in float32",
+    )
 
     def check(self, config: Config) -> Iterator[Finding]:
         """Report fp16 together with an explicit CPU setting."""
@@ -161,8 +173,16 @@ class Fp16OnCpu(ConfigRule):
         if config.value("use_cpu") is True or (config.root.call and config.value("cpu") is True):
             entry = config.entry("mixed_precision")
             assert entry is not None
-            message = "fp16 mixed precision is requested on the CPU; Accelerate raises a ValueError."
-            yield self.finding(config.where(entry), message, instead="Use bf16, or no to disable mixed precision.")
+            settings = config.settings
+            folder = str(Path(config.source.path).absolute().parent)
+            pin = pins_for(folder, settings.pins, look_up=settings.look_up).get("accelerate")
+            raises = pin is not None and matches(pin.version, _REJECTS_CPU)
+            effect = (
+                f"{pin} raises a ValueError without a GPU" if raises else "Accelerate ignores it and trains in fp32"
+            )
+            message = f"fp16 mixed precision is requested on the CPU; {effect}."
+            instead = "Use bf16, or no to disable mixed precision."
+            yield self.finding(config.where(entry), message, instead=instead, severity="error" if raises else None)
 
 
 class RemovedFp16Argument(ConfigRule):

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
-from halfstep.check.config.deepspeed_schema import ARGUMENTS, BLOCK_KEYS, PARENT_BLOCK, REMOVED, RENAMED
+from halfstep.check.config.deepspeed_schema import (
+    ARGUMENTS,
+    BLOCK_KEYS,
+    OFF_BY_DEFAULT,
+    PARENT_BLOCK,
+    REMOVED,
+    RENAMED,
+)
 from halfstep.check.config.edits import remove, rename, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS, is_comment
 from halfstep.check.finding import Finding, Fix, Severity
@@ -127,7 +134,8 @@ class MisplacedKey(DeepSpeedRule):
     severity = "warning"
     reason = (
         "DeepSpeed reads `stage`, `offload_optimizer`, `loss_scale` and similar settings inside their block only. At "
-        "the top level they are ignored like any unknown key, and the defaults apply."
+        "the top level they are ignored like any unknown key, and the defaults apply. One that repeats its default is "
+        "harmless until someone changes it."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "offload_optimizer": {"device": "cpu"}}',
@@ -150,7 +158,9 @@ class MisplacedKey(DeepSpeedRule):
                 yield self._clipping(config, entry)
             elif parent and entry.key not in DEEPSPEED_KEYS:
                 message = f"DeepSpeed ignores `{entry.key}` at the top level; it belongs in `{parent}`."
-                yield self.finding(config.where(entry.key_span), message, instead=f"Move it to `{parent}`.")
+                severity: Severity | None = "advice" if _repeats_default(config, entry, parent) else None
+                instead = f"Move it to `{parent}`."
+                yield self.finding(config.where(entry.key_span), message, instead=instead, severity=severity)
         for name in ("optimizer", "scheduler"):
             block = config.block(name)
             for entry in block.entries if block and "type" in block else ():
@@ -165,7 +175,16 @@ class MisplacedKey(DeepSpeedRule):
         if "gradient_clipping" not in config.root:
             fix = rename(config, entry, "gradient_clipping", "Rename to gradient_clipping")
         instead = "Rename it to `gradient_clipping`."
-        return self.finding(config.where(entry.key_span), message, instead=instead, fix=fix)
+        severity: Severity | None = "advice" if _repeats_default(config, entry, "") else None
+        return self.finding(config.where(entry.key_span), message, instead=instead, fix=fix, severity=severity)
+
+
+def _repeats_default(config: Config, entry: Entry, parent: str) -> bool:
+    """Whether a misplaced setting is off by default and switched off; not where its block has another value."""
+    where = (parent, entry.key) if parent else ("gradient_clipping",)
+    value = entry.value.value if isinstance(entry.value, Scalar) else ...
+    is_off = value is None or (isinstance(value, bool | int | float) and not value)
+    return is_off and entry.key in OFF_BY_DEFAULT and config.entry(*where) is None
 
 
 class IgnoredKey(DeepSpeedRule):

@@ -46,11 +46,15 @@ class MastersNotRefreshed(JointRule):
         "`deepspeed.initialize` copies the weights into fp32 masters, and in fp16 and bf16 every step writes the masters back over the "
         "16-bit weights. `engine.module.load_state_dict` changes only the 16-bit weights: the first step discards what was loaded and "
         "continues from the weights that the model had before. With ZeRO stage 3 the parameters are empty there as well. Load before "
-        "`deepspeed.initialize`, use `engine.load_checkpoint`, or call `engine.optimizer.refresh_fp32_params()` at stages 0 to 2."
+        "`deepspeed.initialize`, use `engine.load_checkpoint`, or call `engine.optimizer.refresh_fp32_params()` at stages 0 to 2. The state of the prepared "
+        "optimizer contains the masters."
     )
     bad = (
         _START.format(before="", after="engine.module.load_state_dict(torch.load('model.pt'))\n"),
         _PREPARED.format(before="", after="accelerator.unwrap_model(model).load_state_dict(torch.load('model.pt'))\n"),
+        _PREPARED.format(
+            before="", after="model.load_state_dict(state['model'])\nscheduler.load_state_dict(state['scheduler'])\n"
+        ),
     )
     good = (
         _START.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
@@ -61,6 +65,9 @@ class MastersNotRefreshed(JointRule):
         ),
         _PREPARED.format(before="model.load_state_dict(torch.load('model.pt'))\n", after=""),
         _PREPARED.format(before="", after="accelerator.load_state('checkpoint')\n"),
+        _PREPARED.format(
+            before="", after="model.load_state_dict(state['model'])\noptimizer.load_state_dict(state['optimizer'])\n"
+        ),
     )
     references = (
         "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
@@ -80,7 +87,8 @@ class MastersNotRefreshed(JointRule):
             for inner in ast.walk(n)
         }
         parents = {child: node for node in use.nodes for child in ast.iter_child_nodes(node)}
-        for call in use.calls("load_state_dict"):
+        loads = list(use.calls("load_state_dict"))
+        for call in loads:
             engine = _loaded(use, call)
             if engine and id(call) not in gathered and _trains_after(use, call, parents, _steps(use)):
                 mode = "" if deepspeed.weights else "in fp16 and bf16 "
@@ -91,7 +99,9 @@ class MastersNotRefreshed(JointRule):
                     severity=None if deepspeed.weights else "warning",
                 )
             model = use.prepared.loaded(call, use.nodes) if use.prepared and not engine else ""
-            if model and id(call) not in gathered and _trains_after(use, call, parents, _backwards(use)):
+            if not model or id(call) in gathered or use.prepared.restores_optimizer(call, loads):
+                continue
+            if _trains_after(use, call, parents, _backwards(use)):
                 yield self.finding(
                     use.where(call),
                     f"With DeepSpeed in fp16 and bf16, this loads the weights of `{model}` without its fp32 masters: the first step overwrites them.",

@@ -150,6 +150,7 @@ class PureHalf(LightningRule):
         "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true', max_epochs=1)\ntrainer.test(model)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision='16-true', max_epochs=0)\ntrainer.fit(model)\n",
         "use_lora: true\ntrainer:\n  max_epochs: 9\nlightning:\n  accelerator: gpu\n  devices: 8\n  precision: bf16-true\n",
         "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
@@ -159,8 +160,9 @@ class PureHalf(LightningRule):
         """Report both modes where the script or the file trains; advice where that is not certain."""
         value = self.precision(config)
         entry = config.entry("precision")
-        if entry is None or value not in {"16-true", "bf16-true"}:
-            return
+        limits = [config.value(key) for key in ("max_epochs", "max_steps")]
+        if entry is None or value not in {"16-true", "bf16-true"} or 0 in limits:
+            return  # `fit` with such a limit takes no step
         # In a file the Trainer's arguments may be in several blocks.
         trains = bool(set(config.root.keys()) & _TRAINS) or bool(
             not config.script and _TRAINS_TEXT.search(config.source.text)

@@ -200,8 +200,8 @@ class BareBackwardInFramework(TraceRule):
             message = f"Lightning runs backward on the `{loss}` that `training_step` returns; this call is a second one"
             return self.finding(where, message, instead="remove it, or set automatic_optimization", severity="error")
         if owner.base == "trainer":
-            if method not in {"training_step", "compute_loss"}:
-                return None
+            if method not in {"training_step", "compute_loss"} or owner.precision == "not fp16":
+                return None  # the Trainer has no scaler to bypass
             severity: Severity = "error" if owner.precision == "fp16" else "warning"
             state = "" if owner.precision == "fp16" else "with fp16=True "
             message = f"`{loss}.backward()` bypasses the Trainer's accelerator: {state}the loss is not scaled"

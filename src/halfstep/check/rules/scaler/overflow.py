@@ -209,9 +209,9 @@ class OverflowRaises(TraceRule):
             if not after or function is None or after[0].loops != event.loops:
                 continue
             start, end = (getattr((*e.roots, e.node)[depth], "lineno", 0) for e in (event, after[0]))
-            place = next((n for line, n in _raising(script, function) if start < line < end), None)
-            if place is not None:
-                return place
+            raising = [(line, n) for line, n in _raising(script, function) if start < line < end]
+            if raising:  # the first one ends the run; a test below it is not reached
+                return min(raising, key=lambda item: item[0])[1]
         return None
 
 

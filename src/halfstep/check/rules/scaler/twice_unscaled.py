@@ -137,8 +137,9 @@ class DoubleUnscale(TraceRule):
                 if not only_settings(script, before, event):
                     return None
                 state = "already unscaled" if before.kind == "unscale" else "already used by step()"
-                extra = next((g for g in before.guards if g not in event.guards and not is_amp(g)), None)
-                when = f" if {'' if extra.is_true else 'not '}`{extra.text}`" if extra else ""
+                extra = [g for g in dict.fromkeys(before.guards) if g not in event.guards and not is_amp(g)]
+                conditions = [f"{'' if g.is_true else 'not '}`{g.text}`" for g in extra]
+                when = f" if {' and '.join(conditions)}" if extra else ""
                 optimizer = event.local.optimizer
                 return self.finding(
                     script.where(event.node),

@@ -31,6 +31,7 @@ from halfstep.check.script.flow.window import (
     accumulated_over,
     branched,
     depth_without_optimizers,
+    is_trial,
     length_of,
     targets_of,
 )
@@ -294,7 +295,7 @@ class ClearedEveryMicroBatch(TraceRule):
         near = [e for e in trace if e.loops == event.loops and compatible(e, event)]
         steps = [e for e in near if e.kind in {"opt_step", "scaler_step"}]
         backs = [e for e in near if e.kind in _BACKWARDS]
-        if not event.loops or not steps or not backs or not _alternatives(backs) or _is_trial(script, event):
+        if not event.loops or not steps or not backs or not _alternatives(backs) or is_trial(script, event):
             return None
         steps = [e for e in steps if compatible(e, backs[0])] or steps
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
@@ -347,14 +348,6 @@ class ClearedEveryMicroBatch(TraceRule):
 def _alternatives(events: list[Event]) -> bool:
     """Whether at most one of some events happens in an iteration: the branches with and without AMP."""
     return bool(events) and not any(compatible(a, b) for a, b in itertools.combinations(events, 2))
-
-
-def _is_trial(script: Script, event: Event) -> bool:
-    """Whether the innermost loop is a few iterations on one batch, for a measurement: `for _ in range(2)`."""
-    loops = loops_around(script, event)
-    source = loops[-1].iter if loops and isinstance(loops[-1], ast.For) else None
-    is_range = isinstance(source, ast.Call) and text_of(source.func) == "range"
-    return isinstance(source, ast.Call) and is_range and all(isinstance(constant(a), int) for a in source.args)
 
 
 def _is_counted_between(guard: Guard, event: Event, step: Event) -> bool:

@@ -32,6 +32,7 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
+_SHORT = 40  # characters of an expression that a message quotes
 _FINITE = regex(r"finite|is_?nan|is_?inf(?!er)|overflow", re.IGNORECASE)
 _SCALE_NAME = regex(r"loss_?scale$", re.IGNORECASE)
 
@@ -254,9 +255,19 @@ def _divides_gradient(script: Script, node: ast.AST, function: Function) -> bool
 def _read(event: Event) -> str:
     """What an event reads, in words."""
     if event.subject.endswith(("norm", "norm_")) or event.kind == "clip":
-        return f"the norm of `{event.subject}` is measured"
+        return _measured(event)
     is_changed = event.subject.endswith("_") or not isinstance(event.node, ast.Call)
     return "`.grad` is changed" if is_changed else "`.grad` is read"
+
+
+def _measured(event: Event) -> str:
+    """Whose norm an event measures: the tensor of `p.grad.norm()`, or the function that reads all gradients."""
+    call = event.node
+    if event.subject not in {"norm", "vector_norm"} or not isinstance(call, ast.Call):
+        return f"`{event.subject}` measures the norm"
+    owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    texts = [text for part in (*owner, *call.args) if "grad" in (text := text_of(part)) and len(text) <= _SHORT]
+    return f"the norm of `{texts[0]}` is measured" if texts else "the norm of gradients is measured"
 
 
 class ScaledLossLogged(TraceRule):

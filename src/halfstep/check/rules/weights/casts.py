@@ -294,7 +294,8 @@ class DefaultDtypeHalf(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls that set a 16-bit default, in scripts that train what is created under it."""
         outline = script.outline
-        if is_exercise(script) or not (script.has("backward", "owned_backward") or _has_plain_trainer(outline)):
+        is_updated = script.has("backward", "owned_backward") and _names_optimizer(outline)
+        if is_exercise(script) or not (is_updated or _has_plain_trainer(outline)):
             return
         defaults = _defaults_of(script)
         for call, function, low in defaults:
@@ -318,6 +319,12 @@ class DefaultDtypeHalf(ScriptRule):
                 instead="keep the default dtype at float32 and use autocast",
                 severity=None if low <= SIXTEEN_BIT else "advice",
             )
+
+
+def _names_optimizer(outline: Outline) -> bool:
+    """Whether a file mentions an optimizer or a step: the benchmark of a kernel runs backward and updates nothing."""
+    names = (*outline.loads, *outline.bindings, *outline.calls, *outline.names.table.values())
+    return any("optim" in name.lower() or name == "step" for name in names)
 
 
 def _has_plain_trainer(outline: Outline) -> bool:

@@ -23,20 +23,12 @@ from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import default_of
+from halfstep.check.script.syntax.unstepped import never_steps, trains_nothing
 from halfstep.check.settings import Settings
 
 __all__ = [
-    "RULES",
-    "TRAINER",
-    "anchor",
-    "choices_of",
-    "is_exercise",
-    "is_stepped",
-    "optimizer_names",
-    "remedy",
-    "subject",
-    "when",
-]
+    "RULES", "TRAINER", "anchor", "choices_of", "is_exercise", "is_stepped", "optimizer_names", "remedy", "subject", "when",
+]  # fmt: skip
 
 _LOOP = """\
 import torch
@@ -80,7 +72,8 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     lineage = lineage or Lineage(script.outline)
-    parts = [f"`{flag}`" for flag in (*flags, *map(_negated, lineage.frozen_when))]
+    # An option may choose both the cast and what is frozen.
+    parts = [f"`{flag}`" for flag in dict.fromkeys((*flags, *map(_negated, lineage.frozen_when)))]
     if script.training.adapters == "optional" and not lineage.is_adapted and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
     if cast.form == "factory":
@@ -154,7 +147,7 @@ def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
 def is_stepped(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie may step on the weights that were cast: no branch of AMP excludes it."""
     guards = conditions_of(script.outline, tie.cast.node)
-    if any(is_amp(guard) and not guard.is_true for guard in guards):
+    if any(is_amp(guard) and not guard.is_true for guard in guards) or never_steps(script.outline, tie.by):
         return False
     names = optimizer_names(script, tie.by)
     steps = [e for e in script.events("opt_step", "scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
@@ -250,7 +243,8 @@ class WeightsWithoutMaster(ScriptRule):
                 instead="cast the trained weights to float32 with bf16 as well",
                 severity="advice",
             )
-        for cast in script.training.cast_parameters:
+        is_idle = trains_nothing(script.outline, script.training.optimizers)
+        for cast in () if is_idle else script.training.cast_parameters:
             yield self.finding(
                 script.where(cast.node),
                 f"the trained parameters `{cast.key}` are cast to {' or '.join(sorted(cast.low))}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",

@@ -18,7 +18,7 @@ from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
@@ -30,6 +30,7 @@ __all__ = [
     "branched",
     "contexts_before",
     "depth_without_optimizers",
+    "is_trial",
     "length_of",
     "micro_batches",
     "targets_of",
@@ -51,6 +52,7 @@ _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions 
 _CHUNKS = regex(r"chunk|split", re.IGNORECASE)
 _SIZE = regex(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather than how many there are
 _PART = regex(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
+_TRIED = regex(r"\b(\w+_)?(batch_?size|bs|bsz)\b", re.IGNORECASE)  # `for batch_size in (8, 16, 32)`
 _MICRO = regex(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
 _COUNTER = regex(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
@@ -295,3 +297,14 @@ def contexts_before(script: Script, trace: Trace, index: int) -> list[ast.expr]:
     sites = [c for c in sites if possible(conditions_of(outline, c), guards)]
     same = [c for c in sites if [p for p in script.above(c) if isinstance(p, (ast.For, ast.While))] == loops]
     return [c.func.value for c in same if isinstance(c.func, ast.Attribute)]
+
+
+def is_trial(script: Script, event: Event) -> bool:
+    """Whether a loop measures instead of training: a few iterations on one batch, `for _ in range(2)`, or one per batch size."""
+    loops = loops_around(script, event)
+    source = loops[-1].iter if loops and isinstance(loops[-1], ast.For) else None
+    is_range = isinstance(source, ast.Call) and text_of(source.func) == "range"
+    if isinstance(source, ast.Call) and is_range and all(isinstance(constant(a), int) for a in source.args):
+        return True
+    sized = [text_of(loop.test if isinstance(loop, ast.While) else loop.target) for loop in loops]
+    return any(_TRIED.search(text) for text in sized)

@@ -303,13 +303,21 @@ def loop_class(script: Script, name: str) -> LoopClass | None:
     packages = {base.split(".")[0] for base in bases}
     if any(base.endswith("LightningModule") for base in bases) and packages & _LIGHTNING_PACKAGES:
         precisions = set(_trainer_precisions(script))
-        precision = precisions.pop() if len(precisions) == 1 else "?"
-        return LoopClass(_mode(script, name), precision)
+        return LoopClass(_mode(script, name), precisions.pop() if len(precisions) == 1 else "?")
     if any(base.split(".")[0] in _TRAINER_PACKAGES and base.endswith("Trainer") for base in bases):
-        calls = [c for n, sites in script.outline.calls.items() if n.endswith("TrainingArguments") for c, _ in sites]
-        enabled = [constant(argument(call, None, "fp16")) is True for call in calls]
-        return LoopClass("trainer", "fp16" if enabled and all(enabled) else "?")
+        return LoopClass("trainer", _arguments_precision(script.outline))
     return None
+
+
+def _arguments_precision(outline: Outline) -> str:
+    """The precision of a Trainer if all training arguments of the file agree in it; with DeepSpeed its configuration decides."""
+    calls = [c for n, sites in outline.calls.items() if n.endswith("TrainingArguments") for c, _ in sites]
+    flags = [tuple(constant(argument(call, None, name)) for name in ("fp16", "bf16")) for call in calls]
+    if flags and all(fp16 is True for fp16, _ in flags):
+        return "fp16"
+    is_open = "HfArgumentParser" in outline.calls or any(key.endswith(".fp16") for key in outline.bindings)
+    is_open |= not calls or any(argument(call, None, "deepspeed") is not None for call in calls)
+    return "?" if is_open or not all(fp16 is False or bf16 is True for fp16, bf16 in flags) else "not fp16"
 
 
 def _bases(outline: Outline, name: str, depth: int = 4) -> Iterator[str]:

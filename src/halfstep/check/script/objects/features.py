@@ -160,7 +160,9 @@ def _libraries(call: ast.Call, full: str, last: str) -> Iterator[Use]:
     elif last == "FullyShardedDataParallelPlugin" and constant(argument(call, None, "fsdp_version")) == 2:
         yield "fsdp2", call
     elif last == "Accelerator" and constant(argument(call, None, "mixed_precision")) == "fp16":
-        yield "accelerate_fp16", call
+        plugins = [k.value for k in call.keywords if k.arg in {"fsdp_plugin", None}]
+        if any(constant(plugin) is not None for plugin in plugins):
+            yield "accelerate_fp16", call
 
 
 def _long_sequence(node: ast.Assign | ast.AnnAssign | ast.keyword) -> Iterator[Use]:

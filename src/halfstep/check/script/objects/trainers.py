@@ -43,6 +43,8 @@ _ASKS_FOR_ENGINE = regex(
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _SEVERAL = regex(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
 _TRAINER = regex(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
+# Their causal language models take `**kwargs`.
+_LIBRARIES = {"transformers", "peft", "trl", "unsloth", "liger_kernel", "optimum", "modelscope", "auto_gptq", "awq"}
 _PLAIN_BASES = {"", "object", "ABC", "abc.ABC"}  # "": Generic[T]
 # What tells the Trainer that it has to divide the loss, or divides it.
 _SCALES = regex(
@@ -146,8 +148,7 @@ def losses_without_count(outline: Outline) -> Iterator[tuple[ast.AST, str]]:
     values = [k.value for name, sites in outline.calls.items() if _ARGUMENTS.search(name) for c, _ in sites for k in c.keywords
               if k.arg == "gradient_accumulation_steps"]  # fmt: skip
     steps = next((text_of(value) for value in values if constant(value) != 1), "")
-    accepts = any(i.full.endswith("ForCausalLM") for i in outline.names.imported) and "from_pretrained" in outline.calls
-    if not steps or not accepts or _SCALES.search(" ".join((*outline.loads, *outline.bindings))):
+    if not steps or not _loads_language_model(outline) or _SCALES.search(" ".join((*outline.loads, *outline.bindings))):
         return
     for cls, methods in outline.classes.items():
         is_own = any(_TRAINER.search(outline.names.full(base)) for base in outline.bases.get(cls, ()))
@@ -159,6 +160,17 @@ def losses_without_count(outline: Outline) -> Iterator[tuple[ast.AST, str]]:
         loaded = {n.id for n in ast.walk(method.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         if ("num_items_in_batch" in method.params or extra) and not loaded & {"num_items_in_batch", "super", extra}:
             yield method.node, steps
+
+
+def _loads_language_model(outline: Outline) -> bool:
+    """Whether a library loads a causal language model; a class that the project registers may have a forward without `**kwargs`."""
+    imported = [i.full for i in outline.names.imported if i.full.endswith("ForCausalLM")]
+    registers = [c for c, _ in outline.calls.get("register", ()) if text_of(c.func).endswith("ForCausalLM.register")]
+    forwards = [outline.classes.get(key_of(argument(c, 1, "model_class")), {}).get("forward") for c in registers]
+    is_library = any(full.split(".")[0] in _LIBRARIES for full in imported) and "from_pretrained" in outline.calls
+    return is_library and all(
+        f is not None and isinstance(f.node, ast.FunctionDef) and f.node.args.kwarg for f in forwards
+    )
 
 
 def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:
