@@ -116,6 +116,8 @@ def test_a_scaler_that_is_only_for_float16_is_off_in_a_float32_region(enabled, e
         ('write_json(path, {"bf16": torch.cuda.is_bf16_supported()})', []),
         ("print('bf16', torch.cuda.is_bf16_supported())", []),
         ("print('bf16' if torch.cuda.is_bf16_supported() else 'fp16')", [2]),
+        ("if ready and torch.cuda.is_bf16_supported():\n    print('bf16')\nelse:\n    print('none')", []),
+        ("if ready and torch.cuda.is_bf16_supported():\n    print('bf16')\n    dtype = torch.bfloat16", [2]),
         ("train({'bf16': torch.cuda.is_bf16_supported()})", [2]),
         ("settings = {'bf16': torch.cuda.is_bf16_supported()}", [2]),
     ],

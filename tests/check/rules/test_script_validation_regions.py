@@ -78,6 +78,7 @@ def {name}(model, loader):
         ("evaluate", "tqdm(x)", "sliding_window_inference(x, size, 4, model)", [15]),
         ("evaluate", "tqdm(x)", "sliding_window_inference(inputs=x, roi_size=size, predictor=model)", [15]),
         ("evaluate", "tqdm(x)", "inferer(x, model)", [15]),
+        ("calibrate_ranges", "tqdm(x)", "inferer(x, model)", []),
         ("evaluate", "tqdm(x)", "inferer(inputs=x, network=model)", [15]),
         ("evaluate", "tqdm(x)", "SlidingWindowInferer(size)(x, model)", [15]),
         ("evaluate", "tqdm(x)", "inferer_test(x)", [15]),

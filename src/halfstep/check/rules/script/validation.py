@@ -59,7 +59,9 @@ _METHODS = regex(r"^(generate|predict|encode)")
 _LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Exports and images are no validation.
-_ASIDE = regex(r"visuali|plot|heat_?map|debug|demo|export|onnx|profil|^_*(save|dump|draw|render)_", re.IGNORECASE)
+_ASIDE = regex(
+    r"visuali|plot|heat_?map|debug|demo|export|onnx|profil|calibrat|^_*(save|dump|draw|render)_", re.IGNORECASE
+)
 
 
 class ScalerInValidation(TraceRule):

@@ -214,6 +214,11 @@ class EmulatedBf16(ScriptRule):
 
 def _is_recorded(script: Script, call: ast.Call) -> bool:
     """Whether the answer is only printed, or written into a file as an entry of a dictionary, and so chooses nothing."""
+    statement = next((n for n in script.above(call) if isinstance(n, ast.stmt)), None)
+    if isinstance(statement, ast.If):
+        calls = [s.value for s in (*statement.body, *statement.orelse) if isinstance(s, ast.Expr)]
+        is_shown = all(isinstance(c, ast.Call) and _RECORDS.search(text_of(c.func)) for c in calls)
+        return is_shown and len(calls) == len(statement.body) + len(statement.orelse)
     inside: ast.AST = call
     for node in script.above(call):
         if isinstance(node, ast.Call):
