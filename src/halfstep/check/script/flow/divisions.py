@@ -30,6 +30,7 @@ __all__ = [
     "divided_by",
     "divides_gradients",
     "is_divided",
+    "is_divided_by_value",
     "is_on_other_path",
     "is_own_mean",
     "is_size_of_batch",
@@ -185,6 +186,15 @@ def is_divided(script: Script, event: Event, last: str) -> bool:
     before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS)) if statement else []
     divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
     return any(last in re.split(r"\W+", d) and Divisions(d, before).of(event.node) for d in divisors)
+
+
+def is_divided_by_value(script: Script, event: Event, length: str) -> bool:
+    """Whether the loss of a backward is divided by a number of micro-batches, also under a name with that value: `n = 8`."""
+    statement = script.statement(event.node)
+    before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS)) if statement else []
+    divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
+    same = {d for d in divisors if [length] in ([d], [*map(text_of, script.outline.values(d, event.function))])}
+    return any(Divisions(d, before).of(event.node) for d in same)
 
 
 def is_on_other_path(script: Script, node: ast.AST, event: Event) -> bool:
