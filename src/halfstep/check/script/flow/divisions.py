@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import in_other_precision
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
