@@ -25,7 +25,7 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.skipped import never_float16, reads_scale, tests_norm
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches, targets_of
+from halfstep.check.script.flow.window import length_of, micro_batches, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
@@ -166,7 +166,7 @@ class SchedulerBeforeStep(TraceRule):
         length = micro_batches(loops[-1]) if loops else ""
         back = next(earlier(trace, index, *_BACKWARDS, *_STEPS), None)
         step = next(later(trace, index, *_STEPS), None)
-        if not ACCUMULATION.search(length) or back is None or step is None or not _has_no_argument(event):
+        if not length or back is None or step is None or not _has_no_argument(event):
             return None
         if trace[back].kind not in _BACKWARDS or not trace[back].loops == event.loops == (
             *trace[step].loops,
