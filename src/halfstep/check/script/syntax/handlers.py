@@ -60,7 +60,8 @@ def raised_past(node: ast.AST, above: Iterable[ast.AST], outside: Collection[ast
     for depth, (inner, outer) in enumerate(pairwise(path), start=1):
         # `continue` leads to the next pass of an inner loop, after which the outer one does the rest.
         ends = {"end", "continue", "break"} if any(isinstance(n, LOOPS) for n in path[depth:]) else {"end"}
-        body = outer.body if isinstance(getattr(outer, "body", None), list) else []
+        block = getattr(outer, "body", [])
+        body: list[ast.AST] = block if isinstance(block, list) else []
         if isinstance(outer, ast.Try) and inner in body and _ends(outer) & ends:
             return outer
         before = body[: body.index(inner)] if inner in body else []
