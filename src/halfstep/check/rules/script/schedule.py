@@ -22,11 +22,17 @@ from halfstep.check.script.flow.order import (
     only_settings,
     switched_off,
 )
+from halfstep.check.script.flow.phases import hooked_schedules
 from halfstep.check.script.flow.skipped import never_float16, reads_scale, tests_norm
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.flow.window import length_of, micro_batches, targets_of
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
+from halfstep.check.script.flow.window import is_position, length_of, micro_batches, targets_of
+from halfstep.check.script.objects.engines import (
+    ACCELERATE,
+    engines_of,
+    prepared_for,
+    scaling_accelerator,
+)
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -89,6 +95,16 @@ class SchedulerBeforeStep(TraceRule):
     good = (_BF16 + "    scheduler.step()\n", _TRAIN)
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Schedules in traces, and those that a hook of Lightning advances before the optimizer steps."""
+        yield from super().check(script)
+        for call, hook in hooked_schedules(script):
+            yield self.finding(
+                script.where(call),
+                f"`{text_of(call)}` runs in `{hook.name}`, before the optimizer steps: the first learning rate is skipped",
+                instead=f"call it in `{hook.name.removesuffix('start')}end`, or return the scheduler from configure_optimizers",
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step between a backward and its optimizer step."""
@@ -312,7 +328,7 @@ class SchedulerIgnoresSkips(TraceRule):
         values = arguments_of(call)
         if len(values) != 1:
             return not values
-        return bool(_ITERATION.search(key_of(values[0]))) or _is_position(script, event, values[0])
+        return bool(_ITERATION.search(key_of(values[0]))) or is_position(script, event, values[0])
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
@@ -332,25 +348,6 @@ def _asks_engine(script: Script) -> bool:
     """Whether the script asks whether a step was skipped, or prepares a schedule by itself."""
     asks = {"optimizer_step_was_skipped", "step_was_skipped"} & script.outline.loads.keys()
     return bool(asks) or "prepare_scheduler" in script.outline.calls
-
-
-def _is_position(script: Script, event: Event, value: ast.expr) -> bool:
-    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
-    loop = next(reversed(loops_around(script, event)), None)
-    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
-        return False
-    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
-    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
-    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
-    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
-
-
-def _summands(value: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        yield from _summands(value.left)
-        yield from _summands(value.right)
-    else:
-        yield value
 
 
 def _without_alternatives(trace: Trace, event: Event) -> Event:
