@@ -31,6 +31,7 @@ CHOICE = "float('inf') if clip is None else clip"
         ("", "clip is not None", "norm = ", "clip if clip is not None else 1e9", [11]),
         ("", "use_amp", "norm = ", CHOICE, []),
         ("", "clip is not None", "", CHOICE, []),
+        ("", "False", "norm = ", CHOICE, []),  # HS104
         ("", "clip is None", "norm = ", "clip if clip is None else 1.0", []),
     ],
 )

@@ -128,12 +128,14 @@ class ScaledGradientsRead(TraceRule):
         measured = measured_when(script, event) if event.kind == "clip" else ()
         if without_amp(event) or measured is None:
             return None
-        if measured:
-            event = replace(event, guards=(*event.guards, *measured))
-            trace = (*trace[:index], event, *trace[index + 1 :])
         start = scaled_before(trace, index)
         if start is None:
             return self._owned(script, trace, index)
+        if measured:
+            if not unscaled_between(script, trace, start, index):
+                return None  # HS104 reports the clip, with any limit
+            event = replace(event, guards=(*event.guards, *measured))
+            trace = (*trace[:index], event, *trace[index + 1 :])
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
         steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]

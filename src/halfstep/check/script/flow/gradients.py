@@ -91,14 +91,19 @@ def _is_infinite(limit: ast.expr) -> bool:
     return value is None or bool(_INFINITE.match(text_of(limit))) or (is_number and float(str(value)) >= 1e6)
 
 
+def _limit_of(script: Script, clip: Event) -> ast.expr | None:
+    """The limit of a clip, also one that is computed before it and assigned to a variable."""
+    limit = argument(clip.node, 1, "max_norm") if clip.kind == "clip" and isinstance(clip.node, ast.Call) else None
+    values = script.outline.values(limit.id, clip.function) if isinstance(limit, ast.Name) else []
+    return values[0] if len(values) == 1 else limit
+
+
 def measured_when(script: Script, event: Event) -> tuple[Guard, ...] | None:
     """The conditions under which a clip only measures the norm: `inf if clip is None else clip`, `clip or inf`; None if it never does."""
     call, function = event.node, event.function
     if measures_only(call):
         return ()
-    limit = argument(call, 1, "max_norm") if isinstance(call, ast.Call) else None
-    values = script.outline.values(key_of(limit), function) if isinstance(limit, ast.Name) else []
-    limit = values[0] if len(values) == 1 and limit is not None else limit
+    limit = _limit_of(script, event)
     conditions = Conditions(script.outline, function)
     if isinstance(script.statement(call), ast.Expr):
         return None  # nothing uses the norm
@@ -141,7 +146,9 @@ def skipped_unscale(script: Script, trace: Trace, first: int, last: int) -> str:
 
 def _independent(script: Script, unscale: Event, back: Event, use: Event) -> list[Guard]:
     """The settings on which an `unscale_` depends and the use of its gradients does not."""
-    words = {word for text in (*(g.text for g in use.guards), text_of(use.node)) for word in _WORD.findall(text)}
+    limit = _limit_of(script, use)  # `limit = clip or inf` depends on the same setting
+    texts = (*(g.text for g in use.guards), text_of(use.node), text_of(limit))
+    words = {word for text in texts for word in _WORD.findall(text)}
     return [
         guard
         for guard in unscale.guards
