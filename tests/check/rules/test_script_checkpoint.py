@@ -596,3 +596,35 @@ NO_CUDA = 'if not torch.cuda.is_available():\n        cfg.device = "cpu"'
 def test_a_device_that_is_changed_under_a_condition(device, is_idle):
     """Where `cfg.device` becomes "cpu" only without CUDA, autocast is not always in bfloat16."""
     assert bool(findings(CHANGED.format(device=device), "HS120")) == is_idle
+
+
+NEVER_RESTORED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision={precision})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(9):
+    for x in loader:
+        accelerator.backward(model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+{save}
+"""
+STATE = 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
+
+
+@pytest.mark.parametrize(
+    ("precision", "save", "expected"),
+    [
+        ("'fp16'", f"    {STATE}", [(10, "advice")]),
+        ("'fp16'", f"    {STATE}\n    if epoch == 5:\n        {STATE}", [(10, "advice")]),
+        ("'bf16'", f"    {STATE}", []),
+        ("precision", f"    {STATE}", []),
+        ("'fp16'", STATE, []),  # once, after the training
+        ("'fp16'", "    accelerator.save_state(path)", []),
+    ],
+)
+def test_an_accelerator_whose_checkpoint_nothing_restores(precision, save, expected):
+    """HS170 is one advice for a checkpoint that an Accelerator in fp16 writes regularly without its scaler."""
+    text = NEVER_RESTORED.format(precision=precision, save=save)
+    assert [(f.line, f.severity) for f in findings(text, "HS170")] == expected

@@ -385,3 +385,48 @@ def main(loader):
 def test_a_region_elsewhere_in_the_file_is_none_around_the_loss(call, expected):
     """Autocast in the evaluation leaves the loss of the training in 16 bits; one around the call does not."""
     assert places(ELSEWHERE.format(call=call)) == expected
+
+
+TWO_LOOPS = (
+    IMPORTS
+    + """\
+model = AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.bfloat16)
+def log_probs(model, ids):
+    logits = model(ids).logits
+    return F.log_softmax(logits, dim=-1)
+def loss_of(model, ids):
+    return -log_probs(model, ids).mean()
+def plain(model, optimizer, loader):
+    for ids in loader:
+        optimizer.zero_grad()
+{forward}
+        loss.backward()
+        optimizer.step()
+def mixed(model, optimizer, loader):
+    for ids in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+{call}
+mixed(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+"""
+)
+CALL = "plain(model, torch.optim.SGD(model.parameters(), 0.1), loader)"
+LOSS = "        loss = loss_of(model, ids)"
+
+
+@pytest.mark.parametrize(
+    ("forward", "call", "expected"),
+    [
+        (LOSS, CALL, [7]),
+        (f"        with torch.autocast('cuda', dtype=torch.bfloat16):\n    {LOSS}", CALL, []),
+        (f"        with context:\n    {LOSS}", CALL, []),
+        (LOSS, f"with torch.autocast('cuda', dtype=torch.bfloat16):\n    {CALL}", []),
+        (LOSS, "", []),
+    ],
+)
+def test_one_of_two_training_loops_has_no_region(forward, call, expected):
+    """HS154 reports a loss that one loop computes under autocast and another one, which the file runs, without."""
+    assert [f.line for f in findings(TWO_LOOPS.format(forward=forward, call=call), "HS154")] == expected

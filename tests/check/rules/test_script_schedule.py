@@ -389,3 +389,40 @@ for x in loader:
 def test_a_schedule_of_another_number(schedule, expected):
     """A schedule that receives numbers and counts, and no optimizer, does not set the learning rate."""
     assert reported(OTHER.format(schedule=schedule)) == expected
+
+
+HOOKED = """\
+import torch
+from lightning.pytorch import LightningModule
+class Net(LightningModule):
+    def {hook}(self, *args):
+        {test}{call}
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        if self.kind == "own":
+            self.scheduler = OwnSchedule(optimizer)
+        elif self.kind == "cosine":
+            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        else:
+            self.scheduler = None
+        return optimizer
+"""
+COSINE = "if self.scheduler is not None and self.kind == 'cosine': "
+
+
+@pytest.mark.parametrize(
+    ("hook", "test", "call", "expected"),
+    [
+        ("on_train_epoch_start", COSINE, "self.scheduler.step()", [5]),
+        ("on_train_batch_start", "if self.kind == 'cosine': ", "self.scheduler.step()", [5]),
+        ("on_train_epoch_end", COSINE, "self.scheduler.step()", []),
+        ("on_train_epoch_start", "", "self.scheduler.step()", []),  # perhaps a class of the project
+        ("on_train_epoch_start", f"{COSINE[:-2]} and self.current_epoch: ", "self.scheduler.step()", []),
+        ("on_train_epoch_start", COSINE, "self.scheduler.step(self.current_epoch)", []),
+    ],
+)
+def test_a_schedule_in_a_hook_of_lightning(hook, test, call, expected):
+    """HS195 reports a schedule of torch that advances where the first epoch or batch starts."""
+    assert [f.line for f in findings(HOOKED.format(hook=hook, test=test, call=call), "HS195")] == expected

@@ -440,3 +440,38 @@ def test_a_part_next_to_a_frozen_one(freeze, cast, after, count):
     """What the file freezes is another part by name; where it may be this one, nothing is reported."""
     text = FROZEN_PART.format(freeze=freeze, cast=cast, after=after) + STEP
     assert [f.line for f in findings(text, "HS151")] == [9] * count
+
+
+REPLACED = """\
+import torch
+import torchvision
+from torch import nn
+model = torchvision.models.resnet50()
+for p in model.parameters():
+    p.requires_grad = False
+{before}
+model.fc = nn.Linear(2048, 2)
+{after}
+optimizer = torch.optim.SGD(model.fc.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "model = model.to(torch.float16).to(device)", [9]),
+        ("", "model.half()", [9]),
+        ("model.half()", "", []),
+        ("", "model.half(); model.fc.float()", []),
+        ("", "model.half(); model.float()", []),
+        ("", "other.half()", []),
+    ],
+)
+def test_a_replaced_layer_is_cast_with_its_model(before, after, expected):
+    """HS161 reports the cast of a model after its last layer was replaced, if the optimizer has only that layer."""
+    assert [f.line for f in findings(REPLACED.format(before=before, after=after), "HS161")] == expected

@@ -19,6 +19,7 @@ from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -32,6 +33,7 @@ _OF_DEVICE = regex(r"device|cuda", re.IGNORECASE)
 _SWITCH = regex(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
+_FLOAT16 = regex(r"(?<!b)(float16|fp16)")
 # `dtype in ("float16", "bfloat16")`
 _BOTH_FORMATS = regex(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
 _NEGATED = regex(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
@@ -159,7 +161,11 @@ class ScalerWithBf16(ScriptRule):
         """Scalers that are enabled whichever dtype the regions use, with a region that may use bfloat16."""
         chosen = [a for a in script.autocasts if a.dtype_node is not None and a.enabled != "no"]
         # An option that is bfloat16 by default: the file does not show the others.
-        either = [a for a in chosen if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN}]
+        either = [
+            a
+            for a in chosen
+            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or _is_documented(script, a)
+        ]
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
         if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
             return
@@ -204,8 +210,8 @@ class ScalerWithBf16(ScriptRule):
             flags = (
                 {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
             )
-            # A flag that names a number format may be set for float16 only.
-            others = [f for f in flags if not _is_bf16(f)]
+            # A flag that names a number format may be set for float16 only, unless it enables the one region.
+            others = [f for f in flags if not _is_bf16(f) and f != _only_switch(script)]
             if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
                 yield scaler
 
@@ -215,7 +221,9 @@ class ScalerWithBf16(ScriptRule):
         event = trace[index]
         if event.kind != "scaler_step" and not (event.kind == "backward" and event.scaled == "yes"):
             return ""
-        if any(_FORMAT.search(text) and not (is_true and _is_bf16(text)) for text, is_true in event.guards):
+        switch = _only_switch(script)
+        others = [(text, is_true) for text, is_true in event.guards if not (is_true and text == switch)]
+        if any(_FORMAT.search(text) and not (is_true and _is_bf16(text)) for text, is_true in others):
             return ""
         if event.kind == "scaler_step":
             # The loss that a step is for is the one that its scaler scaled; other branches may have other regions.
@@ -233,11 +241,18 @@ class ScalerWithBf16(ScriptRule):
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
 
 
+def _only_switch(script: Script) -> str:
+    """The flag that enables every region of a file, all with bfloat16 written out: whatever it is called, it means bfloat16."""
+    regions = [a for a in script.autocasts if a.enabled != "no"]
+    flags = {a.enabled for a in regions}
+    is_literal = all(a.dtype_node is not None and _names_bf16(script, a.dtype_node) for a in regions)
+    return flags.pop() if len(flags) == 1 and is_literal else ""
+
+
 def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
     """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
     outline, node = script.outline, region.dtype_node
-    sites = outline.library_calls.get(region.api, ())
-    function = next((function for call, function in sites if call is region.node), scaler.function)
+    function = _function_of(script, region) or scaler.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
     tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
     if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
@@ -246,6 +261,22 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
     tested = {part for switch in switches for part in switch.split(" and ")}
     return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
+
+
+def _function_of(script: Script, region: Autocast) -> Function | None:
+    sites = script.outline.library_calls.get(region.api, ())
+    return next((function for call, function in sites if call is region.node), None)
+
+
+def _is_documented(script: Script, region: Autocast) -> bool:
+    """Whether the dtype of a region is a parameter that other files pass, for which its docstring lists bfloat16 and float16."""
+    function, name = _function_of(script, region), key_of(region.dtype_node) if region.dtype_node is not None else ""
+    if function is None or name not in function.params or UNKNOWN not in region.dtypes:
+        return False
+    node = function.node
+    text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    lines = re.findall(rf"^[\s*:`]*(?:param )?{name}\b.*$", text or "", re.MULTILINE)
+    return any(_BF16.search(line) and _FLOAT16.search(line) for line in lines)
 
 
 def _names_bf16(script: Script, value: ast.expr) -> bool:

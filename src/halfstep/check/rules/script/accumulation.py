@@ -15,6 +15,7 @@ from halfstep.check.script.flow.divisions import (
     MAX_ASSIGNMENTS,
     Divisions,
     assignments_before,
+    averages,
     batch_sizes,
     bindings_before,
     computed_apart,
@@ -66,7 +67,6 @@ _ENTRY = regex(r"\[['\"](\w+)['\"]\]$")  # `config["steps"]`
 _FACTOR = regex(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
 _PIECES = regex(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
-_MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = regex(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
 
@@ -342,10 +342,7 @@ def _is_mean(script: Script, event: Event) -> bool:
     values = (
         [b.value for b in bindings_before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
     )
-    return bool(values) and all(
-        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
-        for v in values
-    )
+    return bool(values) and all(v is not None and averages(v) for v in values)
 
 
 def _loss_of(event: Event) -> ast.expr | None:

@@ -189,19 +189,28 @@ class ScalerNotSaved(ScriptRule):
             )
 
     def _owned(self, script: Script) -> Iterator[Finding]:
-        """Saved and restored optimizer states in a script whose scaler an Accelerator creates and never saves."""
+        """Saved optimizer states in a script whose scaler an Accelerator creates and never saves."""
         calls, loads = script.outline.calls, script.outline.loads
         if script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
             return
-        owner = scaling_accelerator(script) if script.has("load_optimizer") and script.has("owned_backward") else None
-        for event in _once(script.events("save_optimizer")) if owner is not None else ():
-            if owner is not None and entry_of(script.outline, event.node) is not None:
+        owner = scaling_accelerator(script) if script.has("owned_backward") else None
+        saved = _once(script.events("save_optimizer")) if owner is not None else []
+        saved = [e for e in saved if entry_of(script.outline, e.node) is not None]
+        is_resumed = script.has("load_optimizer")
+        if not is_resumed:
+            # One advice where fp16 is certain, as for a scaler of the script.
+            is_certain = owner is not None and owner.precision == "fp16"
+            saved = [e for e in saved if is_certain and not _is_final(e)][:1]
+        for event in saved:
+            if owner is not None:
                 scaler = f"{owner.key}.scaler"
                 condition = "" if owner.precision == "fp16" else "with mixed_precision='fp16' "
                 yield self.finding(
                     script.where(_place(script, event)),
-                    f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}a resumed run restarts at the initial scale",
+                    f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}"
+                    f"{'a resumed run' if is_resumed else 'a run that resumes from it'} restarts at the initial scale",
                     instead=f"{owner.key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
+                    severity="warning" if is_resumed else "advice",
                 )
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
+from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.gradients import measured_when, skipped_unscale, unscaled_between
 from halfstep.check.script.flow.order import (
     TraceRule,
     earlier,
@@ -23,9 +26,9 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks, trains_in_fp16
 from halfstep.check.script.objects.tensors import is_gradient, reads_gradients
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -45,6 +48,11 @@ for i, (x, y) in enumerate(loader):
         loss = loss_fn(model(x), y)
     scaler.scale(loss).backward()
 """
+_WATCHED = (
+    "import wandb\n"
+    + _START.replace("for i,", "wandb.watch(model, log='{log}')\nfor i,")
+    + "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
+)
 _MANUAL = MANUAL_LOOP.replace("{imports}", "").replace("{change}", "{read}")
 _READ = 'self.log("norm", self.head.weight.grad.norm())'
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_READ}\n"
@@ -67,7 +75,7 @@ class ScaledGradientsRead(TraceRule):
     reason = (
         "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
         "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
-        "nearly everything."
+        "nearly everything. The hooks of `wandb.watch` run in the backward and log the scaled gradients."
     )
     bad = (
         _START
@@ -76,6 +84,7 @@ class ScaledGradientsRead(TraceRule):
         + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
         + "    scaler.update()\n",
         _MANUAL.format(read=f"        {_READ}\n", hook=""),
+        _WATCHED.format(log="all"),
     )
     good = (
         _START
@@ -86,17 +95,24 @@ class ScaledGradientsRead(TraceRule):
         + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
         + "    scaler.update()\n",
         _MANUAL.format(read="", hook=_HOOK),
+        _WATCHED.format(log="parameters"),
     )
     references = (
         f"{_DOCS}#working-with-unscaled-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
-    words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward", "on_train_batch_end")
+    words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward", "on_train_batch_end", ".watch(")
     kinds = ("grad_read", "clip")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Reads after a scaled backward, and in hooks of Lightning that run before its step unscales."""
         yield from super().check(script)
+        for call in _watching(script):
+            yield self.finding(
+                script.where(call),
+                f"`{text_of(call.func)}` logs gradients in hooks of the backward, where they are multiplied by the loss scale",
+                instead="log='parameters', and log the norm of the gradients after they are unscaled",
+            )
         hooks = scaling_hooks(script) if "ightning" in script.source.text else {}
         for function, reason in hooks.items():
             read = next((n for n in ast.walk(function.node) if _measures_gradient(script, n, function)), None)
@@ -110,11 +126,17 @@ class ScaledGradientsRead(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
         event = trace[index]
-        if without_amp(event) or (event.kind == "clip" and not measures_only(event.node)):
+        measured = measured_when(script, event) if event.kind == "clip" else ()
+        if without_amp(event) or measured is None:
             return None
         start = scaled_before(trace, index)
         if start is None:
             return self._owned(script, trace, index)
+        if measured:
+            if not unscaled_between(script, trace, start, index):
+                return None  # HS104 reports the clip, with any limit
+            event = replace(event, guards=(*event.guards, *measured))
+            trace = (*trace[:index], event, *trace[index + 1 :])
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
         steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
@@ -124,6 +146,8 @@ class ScaledGradientsRead(TraceRule):
         if steps and scales_between(trace, start, steps[0]):
             return None  # what is measured is divided by `scaler.get_scale()`
         unless = skipped_unscale(script, trace, start, index)
+        if measured:
+            unless = f"not {measured[0].text}" if measured[0].is_true else measured[0].text
         # A helper that measures gradients is right; the call that comes too early is not.
         depth = len(trace[start].roots)
         helper = event.roots[depth] if event.roots[:depth] == trace[start].roots and len(event.roots) > depth else None
@@ -175,6 +199,31 @@ class ScaledGradientsRead(TraceRule):
             f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
             instead=instead,
         )
+
+
+def _watching(script: Script) -> Iterator[ast.Call]:
+    """The calls of W&B that log gradients in a script that scales its loss: wandb.watch, also of a run or of Lightning's logger."""
+    sites = script.outline.calls.get("watch", ())
+    owned = framework_precisions(script) == {"float16"} or trains_in_fp16(script) if sites else False
+    if not sites or not (owned or _scales(script)):
+        return
+    for call, function in sites:
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        created = script.outline.values(key_of(owner), function) if owner is not None and key_of(owner) else []
+        names = [script.outline.names.full(v.func) for v in created if isinstance(v, ast.Call)]
+        is_run = bool(names) and all(n == "wandb.init" or n.endswith(".WandbLogger") for n in names)
+        position = 1 if any(n.endswith(".WandbLogger") for n in names) else 2
+        log = argument(call, position, "log")
+        is_logged = log is None or constant(log) in {"all", "gradients"}
+        if is_logged and (script.outline.names.full(call.func) == "wandb.watch" or is_run):
+            yield call
+
+
+def _scales(script: Script) -> bool:
+    """Whether a scaler that may be enabled steps an optimizer, and bfloat16 does not make it useless."""
+    idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
+    steps = [e for e in script.events("scaler_step") if script.scalers_named(e.scaler) and not without_amp(e)]
+    return any(e.scaler.rsplit(".", 1)[-1] not in idle and not switched_off(script, e) for e in steps)
 
 
 def _measures_gradient(script: Script, node: ast.AST, function: Function) -> bool:

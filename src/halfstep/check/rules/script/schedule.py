@@ -22,14 +22,19 @@ from halfstep.check.script.flow.order import (
     only_settings,
     switched_off,
 )
-from halfstep.check.script.flow.skipped import reads_scale
+from halfstep.check.script.flow.phases import hooked_schedules
+from halfstep.check.script.flow.skipped import never_float16, reads_scale, tests_norm
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.flow.window import length_of, targets_of
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
+from halfstep.check.script.flow.window import is_position, length_of, micro_batches, targets_of
+from halfstep.check.script.objects.engines import (
+    ACCELERATE,
+    engines_of,
+    prepared_for,
+    scaling_accelerator,
+)
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import UNKNOWN, text_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import last_name_of
@@ -51,17 +56,16 @@ for x, y in loader:
 _PHASE = regex(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 # A setting of a base class in another file: `self.scheduler_update_every_step`.
 _PER_STEP = regex(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
-_IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
-_TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 _TESTED_LOSS = regex(
     r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*loss\w*(?:\.item\(\))?\)(?:\.item\(\))?", re.IGNORECASE
 )
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
-_ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
+_STEPS = ("scaler_step", "opt_step", "owned_step", "handed")
+_ACTIVE = {*_STEPS, *_BACKWARDS}
 # Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
 _SCHEDULE = regex(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
 _BF16 = """\
@@ -92,6 +96,16 @@ class SchedulerBeforeStep(TraceRule):
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
 
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Schedules in traces, and those that a hook of Lightning advances before the optimizer steps."""
+        yield from super().check(script)
+        for call, hook in hooked_schedules(script):
+            yield self.finding(
+                script.where(call),
+                f"`{text_of(call)}` runs in `{hook.name}`, before the optimizer steps: the first learning rate is skipped",
+                instead=f"call it in `{hook.name.removesuffix('start')}end`, or return the scheduler from configure_optimizers",
+            )
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step between a backward and its optimizer step."""
         event = trace[index]
@@ -103,23 +117,11 @@ class SchedulerBeforeStep(TraceRule):
             return None  # torch's return nothing; `lr = scheduler.step()` sets the learning rate of the coming step
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging starts after many steps
-        if self._opens_epoch(script, trace, index):
+        when, place = self._early(script, trace, index)
+        if when:
+            call = f"{event.local.subject}.step()"
             return self.finding(
-                script.where(event.node),
-                f"`{event.local.subject}.step()` runs at the start of the epoch, before the optimizer steps: the first learning rate is skipped",
-                instead=f"call {event.local.subject}.step() at the end of the epoch",
-            )
-        if self._opens_iteration(script, trace, index):
-            return self.finding(
-                script.where(event.node),
-                f"`{event.local.subject}.step()` runs at the start of the iteration, before the optimizer steps: the first learning rate is skipped",
-                instead=f"call {event.local.subject}.step() after the optimizer step",
-            )
-        if (window := self._in_micro_batch(script, trace, index)) is not None:
-            return self.finding(
-                script.where(event.node),
-                f"`{event.local.subject}.step()` runs on every micro-batch, and the optimizer first steps when `{window}`: the first learning rates are skipped",
-                instead=f"call {event.local.subject}.step() where the optimizer steps",
+                script.where(event.node), f"`{call}` runs {when} skipped", instead=f"call {call} {place}"
             )
         back = next(earlier(trace, index, *_BACKWARDS, "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
@@ -134,11 +136,31 @@ class SchedulerBeforeStep(TraceRule):
             instead=f"call {event.subject}.step() after the optimizer step",
         )
 
+    def _early(self, script: Script, trace: Trace, index: int) -> tuple[str, str]:
+        """When a scheduler advances too early, and where it belongs; "" if it does not."""
+        if self._opens_epoch(script, trace, index):
+            return (
+                "at the start of the epoch, before the optimizer steps: the first learning rate is",
+                "at the end of the epoch",
+            )
+        after = "after the optimizer step"
+        if self._opens_iteration(script, trace, index):
+            return "at the start of the iteration, before the optimizer steps: the first learning rate is", after
+        if (window := self._in_micro_batch(script, trace, index)) is not None:
+            first = f"and the optimizer first steps when `{window}`: the first learning rates are"
+            return f"on every micro-batch, {first}", "where the optimizer steps"
+        if (length := self._in_window_loop(script, trace, index)) is not None:
+            return (
+                f"for each of the `{length}` micro-batches before the optimizer steps: the first learning rates are",
+                after,
+            )
+        return "", ""
+
     @staticmethod
     def _in_micro_batch(script: Script, trace: Trace, index: int) -> str | None:
         """The end of the accumulation window for which each step of the loop waits, and the schedule does not."""
         event = trace[index]
-        if not event.loops or event.accumulating or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+        if not event.loops or event.accumulating or not _has_no_argument(event):
             return None
         near = [e for e in trace if e.loops == event.loops and e.function is event.function]
         steps = [e for e in near if e.kind in {"scaler_step", "opt_step"} and compatible(e, event)]
@@ -154,10 +176,26 @@ class SchedulerBeforeStep(TraceRule):
         return ends[0].text if ends[0] is not None and only_settings(script, event, steps[0]) else None
 
     @staticmethod
+    def _in_window_loop(script: Script, trace: Trace, index: int) -> str | None:
+        """n, where a scheduler advances in the loop `for micro in range(n)` whose gradients the step after it uses."""
+        event, loops = trace[index], loops_around(script, trace[index])
+        length = micro_batches(loops[-1]) if loops else ""
+        back = next(earlier(trace, index, *_BACKWARDS, *_STEPS), None)
+        step = next(later(trace, index, *_STEPS), None)
+        if not length or back is None or step is None or not _has_no_argument(event):
+            return None
+        if trace[back].kind not in _BACKWARDS or not trace[back].loops == event.loops == (
+            *trace[step].loops,
+            event.loops[-1],
+        ):
+            return None
+        return length if only_settings(script, event, trace[back]) and compatible(event, trace[step]) else None
+
+    @staticmethod
     def _opens_iteration(script: Script, trace: Trace, index: int) -> bool:
         """Whether a scheduler advances in each iteration before the backward whose step it is for."""
         event = trace[index]
-        if not event.loops or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+        if not event.loops or not _has_no_argument(event):
             return False
         if any(e.loops == event.loops and e.kind in _ACTIVE for e in trace[:index]):
             return False
@@ -175,7 +213,7 @@ class SchedulerBeforeStep(TraceRule):
     def _opens_epoch(script: Script, trace: Trace, index: int) -> bool:
         """Whether one of torch's schedulers advances in each epoch before the loop whose steps it is for."""
         event = trace[index]
-        if not event.loops or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+        if not event.loops or not _has_no_argument(event):
             return False
         if any(e.kind in {"scaler_step", "opt_step", "owned_step", "handed"} for e in trace[:index]):
             return False
@@ -189,6 +227,10 @@ class SchedulerBeforeStep(TraceRule):
             and all(n.startswith("torch.optim.") for n in names)
             and only_settings(script, event, trace[step])
         )
+
+
+def _has_no_argument(event: Event) -> bool:
+    return not (isinstance(event.node, ast.Call) and arguments_of(event.node))
 
 
 def _is_above_one(script: Script, length: str) -> bool:
@@ -240,7 +282,7 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
         steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
         steps = [e for e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
-        steps = [e for e in steps if not _never_float16(script, e) and not _is_finite(e.guards)]
+        steps = [e for e in steps if not never_float16(script, e) and not tests_norm(e.guards)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
@@ -286,7 +328,7 @@ class SchedulerIgnoresSkips(TraceRule):
         values = arguments_of(call)
         if len(values) != 1:
             return not values
-        return bool(_ITERATION.search(key_of(values[0]))) or _is_position(script, event, values[0])
+        return bool(_ITERATION.search(key_of(values[0]))) or is_position(script, event, values[0])
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
@@ -308,36 +350,11 @@ def _asks_engine(script: Script) -> bool:
     return bool(asks) or "prepare_scheduler" in script.outline.calls
 
 
-def _is_position(script: Script, event: Event, value: ast.expr) -> bool:
-    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
-    loop = next(reversed(loops_around(script, event)), None)
-    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
-        return False
-    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
-    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
-    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
-    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
-
-
-def _summands(value: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        yield from _summands(value.left)
-        yield from _summands(value.right)
-    else:
-        yield value
-
-
 def _without_alternatives(trace: Trace, event: Event) -> Event:
     """The event without the conditions in whose other branch another schedule advances: `if warm: a.step() else: b.step()`."""
     others = [e for e in trace if e.kind == "sched_step" and e is not event and e.loops == event.loops]
     chosen = {g for g in event.guards if any(g.opposite in e.guards for e in others) and not _FINITE.search(g.text)}
     return dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in chosen))
-
-
-def _is_finite(guards: tuple[Guard, ...]) -> bool:
-    """Whether conditions exclude gradients that are inf or NaN, by their norm: after them the scaler skips nothing."""
-    known = {(m[1], is_true) for text, is_true in guards if (m := _TESTED_NORM.fullmatch(text))}
-    return ("isfinite", True) in known or {("isnan", False), ("isinf", False)} <= known
 
 
 def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
@@ -370,13 +387,6 @@ def _is_remainder(trace: Trace, step: Event) -> bool:
     depth = len(step.loops)
     others = [e for e in trace if e.kind == "scaler_step" and (e.scaler, e.optimizer) == (step.scaler, step.optimizer)]
     return any(len(e.loops) > depth and e.loops[:depth] == step.loops for e in others)
-
-
-def _never_float16(script: Script, step: Event) -> bool:
-    """Whether a step needs float16, `if dtype == torch.float16:`, and the text shows that the dtype is always another."""
-    names = [m[1] for g in step.guards if g.is_true for part in g.text.split(" and ") if (m := _IS_FLOAT16.match(part))]
-    formats = [formats_of(script.outline, ast.parse(n, mode="eval").body, step.function) for n in names]
-    return any(options and not options & {"float16", UNKNOWN} for options in formats)
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

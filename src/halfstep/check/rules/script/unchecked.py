@@ -28,11 +28,11 @@ from halfstep.check.script.flow.window import depth_without_optimizers
 from halfstep.check.script.objects.owners import optimized_models
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.handlers import LOOPS, caught_block, raised_past
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
-_CAUGHT = regex(r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b")  # what a forward out of memory raises
 _BATCH = regex(
     r"step|batch|iter(?!ator)|^optimi[sz]e_parameters$", re.IGNORECASE
 )  # functions that a caller in another file runs once per batch
@@ -122,7 +122,11 @@ class UncheckedUpdate(TraceRule):
             return self._update_after_exception(script, event, around) if event.kind == "update" else None
         if event.kind == "update":
             return self._unchecked_update(script, event, around)
-        return self._constant_loss(script, event, around) or self._step_without_gradients(script, event, around)
+        return (
+            self._constant_loss(script, event, around)
+            or self._step_without_gradients(script, event, around)
+            or self._step_after_exception(script, event, around)
+        )
 
     def _constant_loss(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for a step after the backward of a loss that, under a condition, no parameter has a part in."""
@@ -178,7 +182,7 @@ class UncheckedUpdate(TraceRule):
         other = {e.node for e in around if e.kind == "opt_step" and (not scaled or not compatible(e, event))}
         other |= {e.node for e in script.events("sched_step")}
         # What the function does before its loop, such as creating a schedule for the optimizer, steps nothing.
-        loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+        loop = next((n for n in script.above(event.node) if isinstance(n, LOOPS)), None)
         called = [n for n in ast.walk(loop or event.function.node) if isinstance(n, ast.Call) and n not in other]
         if scaled and any(map(_may_step, called)):
             return None
@@ -232,6 +236,28 @@ class UncheckedUpdate(TraceRule):
             instead="skip the step and the update of that batch as well",
         )
 
+    def _step_after_exception(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for a step whose gradients are cleared on every pass, and whose backward a handled exception skips."""
+        cleared = [e for e in around if e.kind == "zero_grad" and implied(e, event) and not _keeps_zeros(e)]
+        backs, above = [e for e in around if e.kind == "backward"], set(script.above(event.node))
+        if not cleared or any(e.accumulating or e.function is not event.function for e in (event, *cleared, *backs)):
+            return None
+        if any(e.kind == "autograd_grad" for e in around) or any(_varies(script, g, event) for g in event.guards):
+            return None
+        attempts = [raised_past(e.node, script.above(e.node), above) for e in backs]
+        if not attempts or None in attempts or any(isinstance(n, ast.Try) for n in above):
+            return None
+        inside = {n for attempt in attempts[:1] if attempt is not None for n in ast.walk(attempt)}
+        first = next((e.node for e in around if e.kind in {"forward", "enter_autocast"} and e.node in inside), None)
+        if first is None or event.node in inside:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when {script.at(first)} raises, backward is skipped and every gradient is None after zero_grad(): "
+            f"`{event.local.scaler}.step` raises AssertionError",
+            instead="skip the step and the update of that batch as well",
+        )
+
 
 def _may_step(call: ast.Call) -> bool:
     """Whether a call may step an optimizer: by its name, or because it receives one."""
@@ -255,26 +281,7 @@ def _guarded_block(script: Script, event: Event) -> set[ast.AST]:
     """The nodes whose RuntimeError the handler around an event catches; none if it may know more, or if an error in it is caught."""
     if any("scaler" in g.text and not g.text.endswith(("scaler", "scaler is None")) for g in event.guards):
         return set()
-    inner: ast.AST = event.node
-    for outer in script.above(event.node):
-        if isinstance(outer, ast.Try) and inner in outer.finalbody and any(map(_goes_on, outer.handlers)):
-            return {node for statement in outer.body for node in ast.walk(statement)}
-        if isinstance(outer, (ast.Try, ast.For, ast.AsyncFor, ast.While)):
-            break  # a handler of its own, or a loop in the handler
-        inner = outer
-        if isinstance(outer, ast.ExceptHandler):
-            guarded = script.outline.parents.get(outer)
-            is_meant = outer.type is None or _CAUGHT.search(text_of(outer.type))
-            block = guarded.body if isinstance(guarded, ast.Try) and is_meant else []
-            return {node for statement in block for node in ast.walk(statement)}
-    return set()
-
-
-def _goes_on(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler of a failed forward neither raises again nor ends the loop."""
-    ends = (ast.Raise, ast.Return, ast.Break)
-    is_meant = handler.type is None or bool(_CAUGHT.search(text_of(handler.type)))
-    return is_meant and not any(isinstance(node, ends) for node in ast.walk(handler))
+    return caught_block(event.node, script.above(event.node))
 
 
 def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[Event]:
@@ -352,7 +359,7 @@ def _counts_backwards(script: Script, event: Event, backs: list[Event]) -> bool:
                 targets += [target for n in block if isinstance(n, ast.Assign) for target in n.targets]
             if tested & {key_of(target).rsplit(".", 1)[-1] for target in targets}:
                 return True
-            if isinstance(outer, (ast.For, ast.AsyncFor, ast.While)):
+            if isinstance(outer, LOOPS):
                 break
     return False
 

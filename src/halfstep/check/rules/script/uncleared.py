@@ -9,6 +9,7 @@ from dataclasses import replace
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.divisions import is_divided_by_value
 from halfstep.check.script.flow.emptied import may_be_cleared, never_computed, stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
@@ -364,7 +365,7 @@ class StepEveryMicroBatch(TraceRule):
             return None
         inside = [e for e in cleared if e.loops[: len(event.loops)] == event.loops]
         length = _window_of_clearing(script, inside, event) if inside else _window_of_loop(script, event)
-        if not length or not ACCUMULATION.search(length):
+        if not length or not (ACCUMULATION.search(length) or is_divided_by_value(script, trace[back], length)):
             return None
         line = script.where((inside or cleared)[-1].node).line
         return self.finding(

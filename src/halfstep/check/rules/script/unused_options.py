@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -20,10 +20,12 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
+from halfstep.check.script.syntax.unread import inherits, last_of, loads, mentions, read_names, unread_parameters
 
 __all__ = ["RULES"]
 
 _FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
+_FIELD = regex(rf"{_FLAG.pattern}|(\w+_)?(to|in|use)_[48]_?bit")
 _FEW = 5  # fields; with fewer, a file may as well only create the object
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
@@ -131,6 +133,7 @@ class UnusedPrecisionOption(ScriptRule):
         yield from self._choices(script)
         yield from self._overwritten(script)
         yield from self._ignored(script)
+        yield from self._dropped(script)
         yield from self._unread(script)
         yield from self._still_scaled(script)
         yield from self._printed(script)
@@ -170,7 +173,7 @@ class UnusedPrecisionOption(ScriptRule):
                 switches.append((cls, "yes" if is_on else "", "autocast is always on"))
         if not switches:
             return
-        outline, read = script.outline, _read_names(all_nodes(script.tree))
+        outline, read = script.outline, read_names(all_nodes(script.tree))
         for key, bindings in outline.bindings.items():
             name = key.removeprefix("self.")
             if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
@@ -181,7 +184,7 @@ class UnusedPrecisionOption(ScriptRule):
             own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
             uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
             is_always = {enabled for enabled, _ in own} == {"yes"}
-            if not is_passed or outline.bases.get(function.cls) or not is_always or len(uses) != 1:
+            if not is_passed or inherits(outline, function.cls) or not is_always or len(uses) != 1:
                 continue
             yield self.finding(
                 script.where(binding.node),
@@ -195,8 +198,8 @@ class UnusedPrecisionOption(ScriptRule):
         if "dataclass" not in script.source.text or not any(c == "backward" or c.endswith("Trainer") for c in calls):
             return
         classes = [n for n in all_statements(script.tree) if isinstance(n, ast.ClassDef) and not n.bases]
-        classes = [n for n in classes if "dataclass" in map(_last, n.decorator_list)]
-        read = _read_names(all_nodes(script.tree)) if classes else set()
+        classes = [n for n in classes if "dataclass" in map(last_of, n.decorator_list)]
+        read = read_names(all_nodes(script.tree)) if classes else set()
         for node in classes:
             fields = {
                 s.target.id: s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
@@ -208,7 +211,7 @@ class UnusedPrecisionOption(ScriptRule):
             for name, field in fields.items():
                 # By the text as well: the tree has the default of a field in the place of `config.bf16`.
                 written = re.search(rf"[.\"']{name}\b", script.source.text)
-                if name not in read and written is None and _FLAG.fullmatch(name):
+                if name not in read and written is None and _FIELD.fullmatch(name):
                     yield self.finding(
                         script.where(field),
                         f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`: the run is the same with and without it",
@@ -221,7 +224,7 @@ class UnusedPrecisionOption(ScriptRule):
         if not steps and not any(name.endswith("Trainer") for name in script.outline.calls):
             return
         named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
-        read = _read_names(all_nodes(script.tree)) if named else set()
+        read = read_names(all_nodes(script.tree)) if named else set()
         for key in named:
             name, bindings = key.removeprefix("self."), own_bindings(script.outline, key)
             chosen = [b for b in bindings if b.value and b.index is None and chooses_format(script.outline, b.value)]
@@ -256,7 +259,7 @@ class UnusedPrecisionOption(ScriptRule):
             for binding in outline.bindings[name]:
                 value = binding.value
                 is_setting = isinstance(value, ast.Attribute) or (
-                    isinstance(value, ast.Call) and _last(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
+                    isinstance(value, ast.Call) and last_of(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
                 )
                 if is_setting and not isinstance(binding.function.node, ast.Module) and binding.index is None:
                     yield self.finding(
@@ -291,7 +294,7 @@ class UnusedPrecisionOption(ScriptRule):
                 target = statement.targets[0] if isinstance(statement, ast.Assign) else None
                 if not isinstance(target, ast.Name) or isinstance(function.node, ast.Module):
                     continue
-                if "fsdp" in script.outline.names.full(call.func) and not _loads(function.node, target.id):
+                if "fsdp" in script.outline.names.full(call.func) and not loads(function.node, target.id):
                     yield self.finding(
                         script.where(call),
                         f"`{target.id}` is created and passed to nothing: the model keeps its own dtype",
@@ -304,8 +307,8 @@ class UnusedPrecisionOption(ScriptRule):
             for name in function.params:
                 if not _PARAMETER.fullmatch(name):
                     continue
-                first = next((s for s in function.body if _names(s, name)), None)
-                if not isinstance(first, ast.Assign) or len(first.targets) != 1 or _loads(first, name):
+                first = next((s for s in function.body if mentions(s, name)), None)
+                if not isinstance(first, ast.Assign) or len(first.targets) != 1 or loads(first, name):
                     continue
                 if isinstance(first.targets[0], ast.Name) and first.targets[0].id == name:
                     yield self.finding(
@@ -344,6 +347,21 @@ class UnusedPrecisionOption(ScriptRule):
                         instead=f"use {name} in {function.name}, or remove the parameter",
                     )
 
+    def _dropped(self, script: Script) -> Iterator[Finding]:
+        """Precision flags that the constructor of a class which trains takes and never reads; with a base class, that one may ask for them."""
+        outline = script.outline
+        trained = {function.cls for _, function in outline.calls.get("backward", ())} - {""}
+        for cls in sorted(trained) if "locals" not in outline.calls else ():
+            function = outline.classes.get(cls, {}).get("__init__")
+            if function is None or inherits(outline, cls):
+                continue
+            for parameter in unread_parameters(function, script.source.text, _FLAG):
+                yield self.finding(
+                    script.where(parameter),
+                    f"`{cls}` never reads its parameter `{parameter.arg}`: the run is the same with every value",
+                    instead=f"use {parameter.arg} for autocast and the scaler, or remove the parameter",
+                )
+
     def _still_scaled(self, script: Script) -> Iterator[Finding]:
         """Scalers that are created enabled in the branch without mixed precision, where autocast is always on."""
         regions = [a for a in script.autocasts if not in_no_grad(script, a.node)]
@@ -366,7 +384,7 @@ class UnusedPrecisionOption(ScriptRule):
         if "HfArgumentParser" not in script.source.text:
             return
         nodes = all_nodes(script.tree)
-        read = _read_names(nodes)
+        read = read_names(nodes)
         for field in dataclass_fields(nodes):
             name = field.target.id if isinstance(field.target, ast.Name) else ""
             if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
@@ -375,26 +393,6 @@ class UnusedPrecisionOption(ScriptRule):
                     f"the option `--{name}` is never read: the run is the same with and without it",
                     instead=f"pass {name} to from_pretrained, or remove the option",
                 )
-
-
-def _last(node: ast.expr) -> str:
-    """The last name of a decorator, with or without arguments."""
-    func = node.func if isinstance(node, ast.Call) else node
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-
-
-def _names(node: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
-
-
-def _loads(node: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
-
-
-def _read_names(nodes: Collection[ast.AST]) -> set[str]:
-    """The attributes that are read, and every string: `getattr(args, "amp")`."""
-    names = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 RULES: tuple[type[Rule], ...] = (UnusedPrecisionOption,)

@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import in_other_precision
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
@@ -24,12 +24,14 @@ __all__ = [
     "Assignment",
     "Divisions",
     "assignments_before",
+    "averages",
     "batch_sizes",
     "bindings_before",
     "computed_apart",
     "divided_by",
     "divides_gradients",
     "is_divided",
+    "is_divided_by_value",
     "is_on_other_path",
     "is_own_mean",
     "is_size_of_batch",
@@ -49,6 +51,8 @@ _RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|
 _GRADIENTS = regex(r"grad(?!\w*acc)")  # not `gradient_accumulation_steps *= world_size`
 
 _SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
+_MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
+_COEFFICIENT = regex(r"(^|[._])\w*(coef|beta|lambda|alpha)\w*$", re.IGNORECASE)
 _WORLD = regex(r"(^|[._])(get_)?(world_size|num_gpus|n_gpus?|num_processes|num_replicas)(\(\))?$")
 _RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
 _PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument|append", re.IGNORECASE)
@@ -187,6 +191,15 @@ def is_divided(script: Script, event: Event, last: str) -> bool:
     return any(last in re.split(r"\W+", d) and Divisions(d, before).of(event.node) for d in divisors)
 
 
+def is_divided_by_value(script: Script, event: Event, length: str) -> bool:
+    """Whether the loss of a backward is divided by a number of micro-batches, also under a name with that value: `n = 8`."""
+    statement = script.statement(event.node)
+    before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS)) if statement else []
+    divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
+    same = {d for d in divisors if [length] in ([d], [*map(text_of, script.outline.values(d, event.function))])}
+    return any(Divisions(d, before).of(event.node) for d in same)
+
+
 def is_on_other_path(script: Script, node: ast.AST, event: Event) -> bool:
     """Whether a line runs only where an event does not: in the other branch of an `if`, or of a second test of the same flag."""
     conditions = tuple(conditions_of(script.outline, event.node))
@@ -212,6 +225,20 @@ def computed_apart(script: Script, a: Event, b: Event, loss: str) -> bool:
     is_apart = (a.node in branches[0]) != (b.node in branches[0])
     assigned = [{key_of(t) for n in nodes if isinstance(n, ast.Assign) for t in n.targets} for nodes in branches]
     return is_apart and all(loss in names for names in assigned)
+
+
+def averages(value: ast.expr) -> bool:
+    """Whether an expression is a mean, also with a minus sign or a constant factor, or a sum of such terms."""
+    if isinstance(value, ast.UnaryOp):
+        return averages(value.operand)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        return averages(value.left) and averages(value.right)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        pairs = ((value.left, value.right), (value.right, value.left))
+        return any((constant(a) is not ... or _COEFFICIENT.search(key_of(a))) and averages(b) for a, b in pairs)
+    if isinstance(value, ast.Call):
+        return bool(_MEAN.search(text_of(value.func)))
+    return isinstance(value, ast.Attribute) and value.attr == "loss"
 
 
 def is_own_mean(quotient: ast.BinOp) -> bool:

@@ -10,6 +10,7 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
     STEPS,
@@ -35,6 +36,7 @@ __all__ = [
     "is_other_choice",
     "is_trial",
     "joins_unscaled",
+    "measured_when",
     "measures_only",
     "moves_gradients",
     "never_stepped",
@@ -80,11 +82,36 @@ def measures_only(call: ast.AST) -> bool:
     if not isinstance(call, ast.Call):
         return False
     limit = argument(call, 1, "max_norm")
+    return limit is not None and _is_infinite(limit)
+
+
+def _is_infinite(limit: ast.expr) -> bool:
     value = constant(limit)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return limit is not None and (
-        value is None or bool(_INFINITE.match(text_of(limit))) or (is_number and float(str(value)) >= 1e6)
-    )
+    return value is None or bool(_INFINITE.match(text_of(limit))) or (is_number and float(str(value)) >= 1e6)
+
+
+def _limit_of(script: Script, clip: Event) -> ast.expr | None:
+    """The limit of a clip, also one that is computed before it and assigned to a variable."""
+    limit = argument(clip.node, 1, "max_norm") if clip.kind == "clip" and isinstance(clip.node, ast.Call) else None
+    values = script.outline.values(limit.id, clip.function) if isinstance(limit, ast.Name) else []
+    return values[0] if len(values) == 1 else limit
+
+
+def measured_when(script: Script, event: Event) -> tuple[Guard, ...] | None:
+    """The conditions under which a clip only measures the norm: `inf if clip is None else clip`, `clip or inf`; None if it never does."""
+    call, function = event.node, event.function
+    if measures_only(call):
+        return ()
+    limit = _limit_of(script, event)
+    conditions = Conditions(script.outline, function)
+    if isinstance(script.statement(call), ast.Expr):
+        return None  # nothing uses the norm
+    if isinstance(limit, ast.IfExp) and _is_infinite(limit.body) != _is_infinite(limit.orelse):
+        return conditions.guards(limit.test, is_true=_is_infinite(limit.body))
+    if isinstance(limit, ast.BoolOp) and isinstance(limit.op, ast.Or) and _is_infinite(limit.values[-1]):
+        return tuple(g for value in limit.values[:-1] for g in conditions.guards(value, is_true=False))
+    return None
 
 
 def unscaled_between(script: Script, trace: Trace, first: int, last: int) -> bool:
@@ -119,7 +146,9 @@ def skipped_unscale(script: Script, trace: Trace, first: int, last: int) -> str:
 
 def _independent(script: Script, unscale: Event, back: Event, use: Event) -> list[Guard]:
     """The settings on which an `unscale_` depends and the use of its gradients does not."""
-    words = {word for text in (*(g.text for g in use.guards), text_of(use.node)) for word in _WORD.findall(text)}
+    limit = _limit_of(script, use)  # `limit = clip or inf` depends on the same setting
+    texts = (*(g.text for g in use.guards), text_of(use.node), text_of(limit))
+    words = {word for text in texts for word in _WORD.findall(text)}
     return [
         guard
         for guard in unscale.guards

@@ -1,28 +1,33 @@
-"""The phases of a run: regions that validation is left out of, and forwards without gradients that validate nothing."""
+"""The phases of a run: regions that validation is left out of, forwards that validate nothing, schedules that start too early."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from itertools import takewhile
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.flow.order import loops_around
-from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.engines import lightning_methods
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_drawn", "is_probe", "only_in_training"]
+__all__ = ["hooked_schedules", "is_drawn", "is_probe", "only_in_training"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
     r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
 
+_START_HOOKS = {"on_train_epoch_start", "on_train_batch_start"}
+_COUNTED = regex(r"epoch|step|batch|iter|sanity", re.IGNORECASE)
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
@@ -153,3 +158,26 @@ def _moved(value: ast.expr) -> ast.expr:
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
         value = value.func.value
     return value
+
+
+def hooked_schedules(script: Script) -> Iterator[tuple[ast.Call, Function]]:
+    """The calls that advance a schedule of torch in a hook of Lightning which runs before the first step of the optimizer."""
+    hooks = lightning_methods(script) if "ightning" in script.source.text else ()
+    for hook in (h for h in hooks if h.name in _START_HOOKS):
+        for node in ast.walk(hook.node):
+            if isinstance(node, ast.Call) and _is_torch_schedule(script, node, hook):
+                yield node, hook
+
+
+def _is_torch_schedule(script: Script, call: ast.Call, hook: Function) -> bool:
+    """Whether a call advances an attribute that is one of torch's schedulers wherever the conditions around the call are true."""
+    outline = script.outline
+    owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else ""
+    guards = [g for g in conditions_of(outline, call) if g.text != owner]
+    parts = [Guard(part, g.is_true) for g in guards for part in (g.text.split(" and ") if g.is_true else [g.text])]
+    tests = tuple(g for g in parts if g.text != f"{owner} is not None")
+    if not owner.startswith("self.") or arguments_of(call) or any(_COUNTED.search(g.text) for g in tests):
+        return False
+    values = [v for v in outline.values(owner, hook) if possible(conditions_of(outline, v), tests)]
+    names = [outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in values if text_of(v) != "None"]
+    return bool(names) and all(name.startswith("torch.optim.lr_scheduler.") for name in names)

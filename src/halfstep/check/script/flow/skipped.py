@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard, is_accumulation
 from halfstep.check.script.flow.order import is_amp
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.formats import formats_of
+from halfstep.check.script.objects.values import UNKNOWN, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
-__all__ = ["find_branch", "find_skip", "is_past", "reads_gradients", "reads_scale"]
+__all__ = ["find_branch", "find_skip", "is_past", "never_float16", "reads_gradients", "reads_scale", "tests_norm"]
 
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
 _FINITE = regex(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
@@ -26,6 +27,8 @@ _LOGS = regex(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
 _PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
+_TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 
 
 def reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
@@ -255,3 +258,16 @@ def _is_print(statement: ast.stmt | None) -> bool:
     """Whether a statement prints or logs something."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))
+
+
+def tests_norm(guards: tuple[Guard, ...]) -> bool:
+    """Whether conditions exclude gradients that are inf or NaN, by their norm: after them the scaler skips nothing."""
+    known = {(m[1], is_true) for text, is_true in guards if (m := _TESTED_NORM.fullmatch(text))}
+    return ("isfinite", True) in known or {("isnan", False), ("isinf", False)} <= known
+
+
+def never_float16(script: Script, step: Event) -> bool:
+    """Whether a step needs float16, `if dtype == torch.float16:`, and the text shows that the dtype is always another."""
+    names = [m[1] for g in step.guards if g.is_true for part in g.text.split(" and ") if (m := _IS_FLOAT16.match(part))]
+    formats = [formats_of(script.outline, ast.parse(n, mode="eval").body, step.function) for n in names]
+    return any(options and not options & {"float16", UNKNOWN} for options in formats)

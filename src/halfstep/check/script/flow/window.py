@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -20,6 +21,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "branched",
     "contexts_before",
     "depth_without_optimizers",
+    "is_position",
     "is_trial",
     "length_of",
     "micro_batches",
@@ -256,6 +259,25 @@ def _slices(loop: ast.AST) -> str:
         for node in ast.walk(statement)
     )
     return f"{total} / {size}" if start == "0" and is_sliced and _PART.search(size) else ""
+
+
+def is_position(script: Script, event: Event, value: ast.expr) -> bool:
+    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
+    loop = next(reversed(loops_around(script, event)), None)
+    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
+        return False
+    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
+    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
+    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
+    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
+
+
+def _summands(value: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        yield from _summands(value.left)
+        yield from _summands(value.right)
+    else:
+        yield value
 
 
 def micro_batches(loop: ast.AST) -> str:

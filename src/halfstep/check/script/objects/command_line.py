@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
@@ -26,6 +27,8 @@ _SHOWS = frozenset({
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
+_MPS = regex(r"^[\w.()]*device[\w.()]* == ['\"]mps['\"]$|^torch\.backends\.mps\.is_available\(\)$")
+_HAS_CUDA = regex(r"^torch\.cuda\.is_available\(\)$")
 _UNRELATED = regex(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
 
 
@@ -74,7 +77,7 @@ class Options:
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
                 # `self.amp = amp` of a trainer is another attribute of the same name, unless the object is the namespace.
                 is_own = not is_parser and isinstance(node.value, ast.Name) and node.value.id == "self"
-                if not is_own and not self._is_copy(node, spaces):
+                if not is_own and not self._is_copy(node, spaces) and not self._is_for_hardware(node):
                     return True
             elif isinstance(node, ast.Call) and node is not default and _sets(node, name):
                 return True
@@ -85,6 +88,11 @@ class Options:
         calls = [n for n in self.nodes if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "set_defaults"]
         defaults = [(call, constant(k.value)) for call in calls for k in call.keywords if k.arg == name]
         return defaults[0] if len(defaults) == 1 else None
+
+    def _is_for_hardware(self, target: ast.Attribute) -> bool:
+        """Whether an assignment runs only on a machine without CUDA: on any other the option is what it was."""
+        guards = conditions_of(self.script.outline, target)
+        return any((_MPS if is_true else _HAS_CUDA).search(text) for text, is_true in guards)
 
     def _is_copy(self, target: ast.Attribute, spaces: set[str]) -> bool:
         """Whether an assignment copies an option to another object: `cfg.amp = args.amp`."""

@@ -231,11 +231,34 @@ def runs_in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     calls = [call for call, _ in script.outline.calls.get(function.name, ())]
     contexts = [context for part in (node, *calls) for context in _contexts_around(script, part)]
     if any(map(_may_autocast, contexts)) or called_in_autocast(script, function):
-        return True
+        return not (script.has("backward") and _trained_outside(script, node, function))
     # Another file may call the function inside a region, unless it opens its own.
     is_called = isinstance(function.node, ast.Module) or bool(calls)
     own = {part for part in ast.walk(function.node) if isinstance(part, ast.Call)} if not is_called else set()
     return not is_called and not any(region.node in own for region in script.autocasts)
+
+
+def _trained_outside(script: Script, node: ast.AST, function: Function, depth: int = 3) -> bool:
+    """Whether a function that calls backward reaches a node through calls without any region, next to others that have one."""
+    outline = script.outline
+    if any(map(_may_autocast, _contexts_around(script, node))):
+        return False
+    for call, caller in outline.calls.get(function.name, ()):
+        if outline.call_target(call, caller) is not function or in_no_grad(script, call):
+            continue
+        if any(map(_may_autocast, _contexts_around(script, call))):
+            continue
+        is_training = any(where is caller for _, where in outline.calls.get("backward", ()))
+        own = {region.node for region in script.autocasts}.intersection(ast.walk(caller.node))
+        if is_training and not own and not isinstance(caller.node, ast.Module):
+            # Nothing around the calls of the training function may be a region either.
+            sites = [c for c, f in outline.calls.get(caller.name, ()) if outline.call_target(c, f) is caller]
+            around = [context for site in sites for context in _contexts_around(script, site)]
+            if sites and not any(map(_may_autocast, around)) and not called_in_autocast(script, caller):
+                return True
+        elif caller is not function and depth and not is_training and _trained_outside(script, call, caller, depth - 1):
+            return True
+    return False
 
 
 def _may_autocast(context: ast.expr) -> bool:

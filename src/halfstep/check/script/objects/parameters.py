@@ -17,6 +17,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "is_cast_in_place",
+    "is_cast_with",
     "is_listed",
     "is_merged",
     "is_model_name",
@@ -320,6 +321,18 @@ def is_cast_in_place(outline: Outline, key: str) -> bool:
         and isinstance(outline.parents.get(call), ast.Expr)
         for name in ("to", "half", "bfloat16")
         for call, _ in outline.calls.get(name, ())
+    )
+
+
+def is_cast_with(outline: Outline, part: str, call: ast.Call, function: Function, owner: str) -> bool:
+    """Whether a cast of a model includes a layer that a line before it has replaced: `model.fc = nn.Linear(...)`, `model.half()`."""
+    bound = outline.bindings.get(part, ()) if owner and part.startswith(f"{owner}.") else ()
+    return bool(bound) and all(
+        b.function is function
+        and isinstance(b.value, ast.Call)
+        and outline.names.full(b.value.func).startswith("torch.nn.")
+        and b.value.lineno < call.lineno
+        for b in bound
     )
 
 

@@ -40,23 +40,14 @@ from halfstep.check.script.objects.formats import (
     property_values,
     returned_by,
 )
-from halfstep.check.script.objects.parameters import is_cast_in_place, is_merged, may_freeze, parts_of
+from halfstep.check.script.objects.parameters import is_cast_in_place, is_cast_with, is_merged, may_freeze, parts_of
 from halfstep.check.script.objects.tensors import created_formats, low_layer
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
 
-__all__ = [
-    "Cast",
-    "Lineage",
-    "VariableCast",
-    "base_of",
-    "cast_formats",
-    "casts_in",
-    "conditions_of",
-    "trace_model",
-]
+__all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
@@ -174,7 +165,9 @@ def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tup
         if copy is not None and call.lineno > copy.lineno:
             continue  # the copy was made before
         is_part = bool(_PART.search(key)) and formats <= SIXTEEN_BIT and not may_freeze(outline)
-        if call not in visited and (lineage.has(key, scope) or (is_part and lineage.has(key.partition(".")[0], scope))):
+        is_known = lineage.has(key, scope) or (is_part and lineage.has(key.partition(".")[0], scope))
+        is_known = is_known or any(is_cast_with(outline, name, call, scope, key) for name, _ in lineage.places)
+        if call not in visited and is_known:
             lineage.casts.append(Cast(call, scope, key, formats, "cast"))
     return lineage
 

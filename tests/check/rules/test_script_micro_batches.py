@@ -1,0 +1,93 @@
+"""Windows of micro-batches: steps and schedules inside of them, and the mean over their slices."""
+
+import pytest
+
+from check_scripts import findings
+
+EIGHTH = """\
+import torch
+{before}
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).mean() / {divisor}
+    loss.backward()
+    optimizer.step()
+    if (i + 1) % 8 == 0:
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "divisor", "expected"),
+    [
+        ("n = 8", "n", [7]),
+        ("", "8", [7]),
+        ("n = 4", "n", []),
+        ("", "x.shape[0]", []),
+    ],
+)
+def test_a_number_is_a_window_if_the_loss_is_divided_by_it(before, divisor, expected):
+    """HS183 reports a step on every micro-batch of a window that is written as a number."""
+    assert [f.line for f in findings(EIGHTH.format(before=before, divisor=divisor), "HS183")] == expected
+
+
+SCHEDULED = """\
+import torch
+def train_step(model, optimizer, scheduler, scaler, config, batch):
+    optimizer.zero_grad()
+    for {index} in range({length}):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch[{index}]).mean() / {length}
+        scaler.scale(loss).backward()
+        {inside}
+    scaler.step(optimizer)
+    scaler.update()
+    {after}
+"""
+ADVANCE = "scheduler.step()"
+
+
+@pytest.mark.parametrize(
+    ("index", "length", "inside", "after", "expected"),
+    [
+        ("i", "config.accumulation_steps", ADVANCE, "pass", [8]),
+        ("micro", "4", ADVANCE, "pass", [8]),
+        ("i", "config.accumulation_steps", "pass", ADVANCE, []),
+        ("i", "config.accumulation_steps", "scheduler.step(i)", "pass", []),
+        ("i", "config.accumulation_steps", f"scaler.step(optimizer); {ADVANCE}", "pass", []),
+    ],
+)
+def test_a_schedule_that_counts_micro_batches(index, length, inside, after, expected):
+    """HS195 reports a schedule in the loop over the micro-batches of one step."""
+    text = SCHEDULED.format(index=index, length=length, inside=inside, after=after)
+    assert [f.line for f in findings(text, "HS195")] == expected
+
+
+SLICED = """\
+import torch
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in loader:
+    optimizer.zero_grad()
+    for i in range(0, len(batch), micro_batch_size):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(batch[i : i + micro_batch_size])
+            loss = {loss}
+        loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("-torch.min(out, bound).mean()", [9]),
+        ("-out.mean() + beta * divergence(out).mean()", [9]),
+        ("0.5 * out.mean()", [9]),
+        ("out.mean() * share", []),
+        ("-out.sum()", []),
+        ("out.mean() + penalty(out).sum()", []),
+    ],
+)
+def test_the_mean_of_a_slice(loss, expected):
+    """HS180 reports the mean over each slice of a batch, also with a sign or a coefficient, but not a sum or a share."""
+    assert [f.line for f in findings(SLICED.format(loss=loss), "HS180")] == expected

@@ -1,0 +1,107 @@
+"""Scaled gradients that are logged: norms of a clip without a limit, and the hooks of W&B."""
+
+import pytest
+
+from check_scripts import findings
+
+NORM = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+{before}
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    if {test}:
+        scaler.unscale_(optimizer)
+    {norm}torch.nn.utils.clip_grad_norm_(model.parameters(), {limit})
+    scaler.step(optimizer)
+    scaler.update()
+"""
+CHOICE = "float('inf') if clip is None else clip"
+
+
+@pytest.mark.parametrize(
+    ("before", "test", "norm", "limit", "expected"),
+    [
+        ("", "clip is not None", "total += ", CHOICE, [11]),
+        ("", "clip", "norm = ", "clip or float('inf')", [11]),
+        (f"limit = {CHOICE}", "clip is not None", "norm = ", "limit", [11]),
+        ("", "clip is not None", "norm = ", "clip if clip is not None else 1e9", [11]),
+        ("", "use_amp", "norm = ", CHOICE, []),
+        ("", "clip is not None", "", CHOICE, []),
+        ("", "False", "norm = ", CHOICE, []),  # HS104
+        ("", "clip is None", "norm = ", "clip if clip is None else 1.0", []),
+    ],
+)
+def test_the_norm_of_a_clip_without_a_limit_is_scaled(before, test, norm, limit, expected):
+    """HS110 reports a norm that is only measured where the condition of unscale_ is false."""
+    text = NORM.format(before=before, test=test, norm=norm, limit=limit)
+    assert [f.line for f in findings(text, "HS110")] == expected
+
+
+WATCHED = """\
+import torch
+import wandb
+def train(model, optimizer, loader):
+    run = wandb.init()
+    {watch}
+    scaler = torch.amp.GradScaler("cuda"{enabled})
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.{dtype}):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("watch", "enabled", "dtype", "expected"),
+    [
+        ("wandb.watch(model, log='all')", "", "float16", [5]),
+        ("wandb.watch(model)", "", "float16", [5]),
+        ("run.watch(model, None, 'gradients')", "", "float16", [5]),
+        ("wandb.watch(model, log='all')", ", enabled=amp", "float16", [5]),
+        ("wandb.watch(model, log='parameters')", "", "float16", []),
+        ("wandb.watch(model, log=None)", "", "float16", []),
+        ("wandb.watch(model, log=kind)", "", "float16", []),
+        ("wandb.watch(model)", ", enabled=False", "float16", []),
+        ("wandb.watch(model)", "", "bfloat16", []),
+        ("files.watch(model)", "", "float16", []),
+    ],
+)
+def test_the_hooks_of_wandb_log_scaled_gradients(watch, enabled, dtype, expected):
+    """HS110 reports wandb.watch with gradients where a scaler scales the loss."""
+    text = WATCHED.format(watch=watch, enabled=enabled, dtype=dtype)
+    assert [f.line for f in findings(text, "HS110")] == expected
+
+
+LIGHTNING = """\
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import WandbLogger
+class Net(LightningModule):
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+logger = WandbLogger(project="p")
+model = Net()
+logger.watch(model{log})
+Trainer(precision="{precision}", logger=logger).fit(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "log", "expected"),
+    [
+        ("16-mixed", "", [8]),
+        ("16-mixed", ", 'all'", [8]),
+        ("16-mixed", ", 'parameters'", []),
+        ("bf16-mixed", "", []),
+    ],
+)
+def test_the_logger_of_lightning_logs_scaled_gradients(precision, log, expected):
+    """HS110 reports WandbLogger.watch where the Trainer is in fp16."""
+    text = LIGHTNING.format(precision=precision, log=log)
+    assert [f.line for f in findings(text, "HS110")] == expected
