@@ -31,9 +31,11 @@ __all__ = [
     "format_ways",
     "is_local",
     "is_on_gpu",
+    "is_unread",
     "is_used_instead",
     "num_reads",
     "own_bindings",
+    "unread_argument",
 ]
 
 MAX_DEPTH = 5
@@ -215,6 +217,26 @@ def num_reads(text: str, name: str) -> int:
     except (SyntaxError, ValueError, RecursionError):
         return len(re.findall(rf"\b{name}\b", text))  # a notebook, with lines that are not Python
     return sum(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Store) for n in nodes)
+
+
+def is_unread(text: str, function: Function, name: str) -> bool:
+    """Whether nothing in the body of a function names a parameter: by the text, as the tree has values in the place of variables."""
+    is_documented = ast.get_docstring(function.node, clean=False) is not None
+    lines = text.splitlines()[function.body[is_documented].lineno - 1 : function.body[-1].end_lineno]
+    return not any(re.search(rf"\b{name}\b", line.partition("#")[0]) for line in lines)
+
+
+def unread_argument(outline: Outline, text: str, function: Function, name: str) -> ast.arg | None:
+    """The parameter of a function that trains, which only other files call, if no function of this one reads its name."""
+    methods = {method for method in ("backward", "step") for _, f in outline.calls.get(method, ()) if f is function}
+    is_nested = function.parent is not None and not isinstance(function.parent.node, ast.Module)
+    if len(methods) < 2 or is_nested or function.name in outline.loads or isinstance(function.node, ast.Module):
+        return None
+    # Another function that reads it: the two may share a signature.
+    if not all(is_unread(text, other, name) for other in outline.functions if name in other.params):
+        return None
+    arguments = function.node.args
+    return next(a for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg == name)
 
 
 def is_used_instead(function: ast.AST, statement: ast.AST) -> bool:
