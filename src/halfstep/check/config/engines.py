@@ -107,6 +107,25 @@ class Engines:
                 result.append(call)
         return result
 
+    def optimizer_steps(self) -> Iterator[tuple[ast.Call, str]]:
+        """The steps of an engine's optimizer after `engine.backward(loss)`, each with that engine, in a script where no engine steps.
+
+        Also of an engine that only some runs create: `optimizer.step()` is then common to the runs with and without it.
+        """
+        calls = [n for n in self.nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        methods = [(c, key_of(c.func.value), c.func.attr) for c in calls if isinstance(c.func, ast.Attribute)]
+        if any(name == "step" and key in self.visible(c) for c, key, name in methods):
+            return
+        backwards = [(c, key) for c, key, name in methods if name == "backward" and c.args and key in self.visible(c)]
+        for call, optimizer, name in methods:
+            if name != "step" or call.args or optimizer not in self.optimizers or self._excluded(call):
+                continue
+            own = [(c, key) for c, key in backwards if self.scope(c) is self.scope(call)]
+            own = [(c, key) for c, key in own if c.lineno < call.lineno and not self.are_apart(c, call)]
+            made = {self.scope(m) for m in self.made}
+            if own and (optimizer.startswith("self.") or made & {self.scope(call), None}):
+                yield call, own[0][1]
+
     def _is_of_scaler(self, call: ast.Call, method: str, key: str) -> bool:
         """Whether a call is `scaler.scale(loss).backward()`, or `scaler.step(optimizer)` with the optimizer of an engine."""
         func = call.func if isinstance(call.func, ast.Attribute) else None

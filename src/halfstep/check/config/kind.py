@@ -19,6 +19,7 @@ from halfstep.precision.node import Block, Entry, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",
+    "LIGHTNING_ALONE",
     "TUNERS",
     "Kind",
     "Match",
@@ -92,7 +93,7 @@ _LIGHTNING = frozenset({
     "accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps", "val_check_interval",
 })  # fmt: skip
 # Keys that no other trainer has.
-_LIGHTNING_ALONE = frozenset({
+LIGHTNING_ALONE = frozenset({
     "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval",
     "num_sanity_val_steps", "limit_train_batches", "limit_val_batches", "limit_test_batches", "log_every_n_steps",
     "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "fast_dev_run", "overfit_batches", "sync_batchnorm",
@@ -280,10 +281,10 @@ def is_trainer_part(block: Block, name: str) -> bool:
     removed = keys & {"amp_level", "amp_backend"}
     if not (removed or "precision" in keys) or block.entry("_target_") or block.entry("class_path"):
         return False
-    known = keys & (_LIGHTNING | _LIGHTNING_ALONE)
+    known = keys & (_LIGHTNING | LIGHTNING_ALONE)
     if known and _text(block, "precision") in _LIGHTNING_PRECISIONS:
         return True
-    return len(keys & _LIGHTNING_ALONE) >= 2 or len(known) >= 3 or (bool(known) and bool(_LIGHTNING_NAME.search(name)))
+    return len(keys & LIGHTNING_ALONE) >= 2 or len(known) >= 3 or (bool(known) and bool(_LIGHTNING_NAME.search(name)))
 
 
 def _is_litgpt(block: Block) -> bool:

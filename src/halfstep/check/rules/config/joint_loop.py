@@ -317,6 +317,9 @@ class OptimizerInsteadOfEngine(JointRule):
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Report optimizer.step() without engine.step(), and the step of a scaler instead of it."""
+        if use.engines is not None and use.initialize is None:
+            for call, engine in use.engines.optimizer_steps():
+                yield self._bypass(use, call, engine)
         if use.initialize is None or not use.engine or not use.optimizer:
             return
         forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
@@ -324,8 +327,11 @@ class OptimizerInsteadOfEngine(JointRule):
             return
         bare = use.calls("step", use.optimizer) if not use.calls("step", use.engine) else []
         for call in (*bare, *_scaler_calls(use, "step")):
-            message = f"`{ast.unparse(call)}` bypasses the engine's gradient accumulation, clipping and scheduler."
-            yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.step()`.")
+            yield self._bypass(use, call, use.engine)
+
+    def _bypass(self, use: Use, call: ast.Call, engine: str) -> Finding:
+        message = f"`{ast.unparse(call)}` bypasses the engine's gradient accumulation, clipping and scheduler."
+        return self.finding(use.where(call), message, instead=f"Use `{engine}.step()`.")
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
+from halfstep.check.config.kind import LIGHTNING_ALONE
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
@@ -269,7 +270,8 @@ class OldPrecisionName(LightningRule):
         value = self.precision(config)
         entry = config.entry("precision")
         # A part of a file may configure another trainer, for which "bf16" is a common name and 16 is not.
-        unclear = not config.strict and value != "16"
+        is_own = len(LIGHTNING_ALONE & set(config.root.keys())) > 1
+        unclear = not config.strict and value != "16" and not is_own
         nemo = not config.script and _NEMO.search(config.source.text)
         if entry is None or value not in _OLD_NAMES or unclear or nemo:
             return
@@ -280,7 +282,7 @@ class OldPrecisionName(LightningRule):
         is_old = any(config.entry(key) is not None for key in _FIRST_VERSION) or _FIRST_API.search(config.source.text)
         message = f"precision {value} is the name of Lightning 1 for {new!r}."
         if is_old and not is_new:
-            if value == "bf16" and not config.script:
+            if value == "bf16" and not config.script and not is_own:
                 return  # other trainers have these keys too, and bf16 is their name
             # Version 1 raises an error for the new name.
             yield self.finding(

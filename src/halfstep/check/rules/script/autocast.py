@@ -14,6 +14,7 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.forwards import bce_in_forward, off_by_default
+from halfstep.check.script.objects.modules import region_left_open
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -71,12 +72,15 @@ class BackwardInsideAutocast(TraceRule):
         """A backward inside an autocast region."""
         event = trace[index]
         region = event.autocast()
-        if region is None or self._discards_gradients(script, trace, index):
+        opened = script.at(region.node) if region is not None else _opened_by_generator(script, event)
+        if not opened or self._discards_gradients(script, trace, index):
             return None
         return self.finding(
             script.where(event.node),
-            f"backward runs inside the autocast region opened at {script.at(region.node)}",
-            instead="end the `with` block after the loss and call backward outside it",
+            f"backward runs inside the autocast region opened at {opened}",
+            instead="yield outside the `with` block"
+            if region is None
+            else "end the `with` block after the loss and call backward outside it",
         )
 
     @staticmethod
@@ -118,21 +122,27 @@ class StepInsideAutocast(TraceRule):
         """A step inside an autocast region."""
         event = trace[index]
         region = event.autocast()
-        if region is None:
+        opened = script.at(region.node) if region is not None else _opened_by_generator(script, event)
+        if not opened:
             return None
-        opened = script.at(region.node)
-        if len(event.loops) > region.num_loops:
+        if region is None or len(event.loops) > region.num_loops:
             return self.finding(
                 script.where(event.node),
                 f"the autocast region opened at {opened} spans the loop: its cached 16-bit weights are stale after this step",
                 instead="open the region inside the loop, around the forward and the loss",
-                severity="error",
+                severity="error" if region is not None else None,
             )
         return self.finding(
             script.where(event.node),
             f"`{event.optimizer or 'the optimizer'}` steps inside the autocast region opened at {opened}",
             instead="end the `with` block after the loss and step outside it",
         )
+
+
+def _opened_by_generator(script: Script, event: Event) -> str:
+    """Where a generator opens the region that is still open in the loop over it; "" if there is none."""
+    region = region_left_open(script.outline, event.node, event.function) if not event.inside("autocast") else None
+    return f"{script.at(region.node)} (and still open where that generator yields)" if region is not None else ""
 
 
 class AutocastDevice(ScriptRule):
@@ -384,11 +394,6 @@ class DataParallelBf16(ScriptRule):
 
 
 RULES: tuple[type[Rule], ...] = (
-    BackwardInsideAutocast,
-    StepInsideAutocast,
-    AutocastDevice,
-    AutocastArgumentOrder,
-    NestedAutocastDtypes,
-    BceUnderAutocast,
+    BackwardInsideAutocast, StepInsideAutocast, AutocastDevice, AutocastArgumentOrder, NestedAutocastDtypes, BceUnderAutocast,
     DataParallelBf16,
-)
+)  # fmt: skip

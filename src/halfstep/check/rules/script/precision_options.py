@@ -29,6 +29,7 @@ _FORMATS = {"fp16", "float16", "half", "bf16", "bfloat16"}
 _FULL = {"no", "none", "off", "fp32", "float32", "32", "full"}
 _BOOL = regex(r"bool|lambda (\w+): bool\(\1\)")
 _TRAINS = regex(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
+_QUERIES = {"torch.cuda.is_available", "torch.cuda.is_bf16_supported"}
 _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
 
 
@@ -40,7 +41,8 @@ class BooleanOption(ScriptRule):
     severity = "warning"
     reason = (
         "argparse calls the type with the text of the option, and `bool` of any non-empty text is True: `--fp16 False` and `--fp16 0` "
-        "both turn fp16 on, silently. `action='store_true'` with `default=True` is True with and without the option. A run that is "
+        "both turn fp16 on, silently. `action='store_true'` with `default=True` is True with and without the option, and so is one with "
+        "`default=torch.cuda.is_available()` on a GPU. A run that is "
         "meant to be in float32 is not, and `--fp16` next to a bf16 that is always on requests both. An option that names a format "
         "cannot be tested like a flag either: 'no' and 'float32' are true."
     )
@@ -101,6 +103,12 @@ class BooleanOption(ScriptRule):
                     f"`{flag}` stores its own default: the value is {stored} with and without the option",
                     instead="action=argparse.BooleanOptionalAction, or no default",
                     severity=None if serious else "advice",
+                )
+            elif _is_on_with_gpu(script, options, call, name):
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag}` stores what its default is on a GPU: the value is True there with and without the option",
+                    instead="action=argparse.BooleanOptionalAction, with the same default",
                 )
             elif isinstance(default, bool) and _is_text(script, call, name):
                 yield self.finding(
@@ -225,11 +233,29 @@ def _reads_or_stores(parent: ast.AST | None) -> bool:
 
 def _default(script: Script, call: ast.Call) -> object:
     """The default of an option, also written as a constant of the file: `default=USE_BF16`."""
+    return constant(_default_node(script, call))
+
+
+def _default_node(script: Script, call: ast.Call) -> ast.expr | None:
     value = argument(call, None, "default")
     bound = script.outline.bindings.get(value.id, ()) if isinstance(value, ast.Name) else ()
     if len(bound) == 1 and bound[0].index is None and bound[0].function is script.outline.module:
         value = bound[0].value
-    return constant(value)
+    return value
+
+
+def _is_on_with_gpu(script: Script, options: Options, call: ast.Call, name: str) -> bool:
+    """Whether the default of an option that stores True asks for a GPU, and nothing else can switch the option off.
+
+    `default=torch.cuda.is_available()`, also with `torch.cuda.is_bf16_supported()`: training runs where this is true.
+    """
+    value = _default_node(script, call)
+    if isinstance(value, ast.IfExp) and (constant(value.body), constant(value.orelse)) == (True, False):
+        value = value.test
+    parts = value.values if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And) else [value]
+    if not all(isinstance(part, ast.Call) and script.outline.names.full(part.func) in _QUERIES for part in parts):
+        return False
+    return _stored(call) is True and options.set_default(name) is None and not options.is_switched([call], name)
 
 
 def _only_value(script: Script, options: Options, call: ast.Call, name: str) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -17,11 +16,14 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.forwards import (
+    calls_losses_only,
+    calls_steps_only,
     idle_regions,
     is_configured,
     is_created_plain,
     is_null_context,
     loads_in_dtype,
+    mentions_16_bits,
     was_forgotten,
 )
 from halfstep.check.script.objects.scaling import is_owned
@@ -33,27 +35,13 @@ from halfstep.check.script.syntax.settled import Setting, named_values
 
 __all__ = ["RULES"]
 
-# Anything that may compute in 16 bits without the word "autocast" in this file.
-_SIXTEEN = regex(
-    r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
-)
 _FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
 # A setting from outside: `args.use_amp`, `self.cfg["use_amp"]`, `config.get("use_amp", True)`.
 _OPTION = regex(
-    r"(self\.)?\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
+    r"(\w+\.)*\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
     r"(\.\w+|\[['\"]\w+['\"]\]|\.get\([^()]*\))+"
 )
-_COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
-_LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
-_NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
-_OF_TENSORS = {
-    "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
-    "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",
-}  # fmt: skip
-_STEPS = {
-    "scale", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_", "parameters", "step", "update", "zero_grad", "item",
-}  # fmt: skip
 _LOOP = """\
 import torch
 model = torch.nn.Linear(8, 2).cuda()
@@ -96,7 +84,7 @@ class ScalerWithoutAutocast(TraceRule):
         event = trace[index]
         if event.scaled != "yes" or not event.scaler or switched_off(script, event):
             return None
-        if _mentions_16_bits(script):
+        if mentions_16_bits(script):
             return (
                 self._disabled(script, trace, index)
                 or self._around_loss(script, trace, index)
@@ -105,6 +93,7 @@ class ScalerWithoutAutocast(TraceRule):
                 or self._for_evaluation(script, trace, index)
                 or self._by_other_test(script, trace, index)
                 or self._always_enabled(script, trace, index)
+                or self._in_both_branches(script, trace, index)
                 or self._in_null_context(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
@@ -159,7 +148,7 @@ class ScalerWithoutAutocast(TraceRule):
         region = opened.autocast() if opened is not None else None
         if opened is None or region is None or opened.function is not event.function or opened.loops != event.loops:
             return None
-        if not isinstance(opened.node, ast.With) or not _calls_losses_only(script, opened.node):
+        if not isinstance(opened.node, ast.With) or not calls_losses_only(script, opened.node):
             return None
         last = next(earlier(trace, index, *STEPS), -1)
         near = [e for e in trace[last + 1 : index] if e.kind == "forward" and e.loops == event.loops]
@@ -182,7 +171,7 @@ class ScalerWithoutAutocast(TraceRule):
         event = trace[index]
         region = event.autocast()
         block = next((n for n in script.above(region.node) if isinstance(n, ast.With)), None) if region else None
-        if block is None or not _only_steps(block):
+        if block is None or not calls_steps_only(block):
             return None
         last = next(earlier(trace, index, *STEPS), -1)
         near = [e for e in trace[last + 1 : index] if e.kind == "forward" and e.function is event.function]
@@ -283,6 +272,30 @@ class ScalerWithoutAutocast(TraceRule):
             severity="advice",  # the gradients are right, after a pass over them that float32 does not need
         )
 
+    def _in_both_branches(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a model that an option runs under autocast or without it, with a loss that is scaled in both cases."""
+        event, scalers = trace[index], scalers_at(script, trace[index])
+        if len(scalers) != 1 or scalers[0].enabled != "yes" or _casts(trace):
+            return None
+        tested = (g for node in (event.node, scalers[0].node) for g in conditions_of(script.outline, node))
+        near = [e for e in trace[:index] if e.kind == "forward" and e.loops == event.loops and not e.inside("no_grad")]
+        inside = [e for e in near if e.autocast() and compatible(e, event)]
+        outside = [e for e in near if not e.autocast() and compatible(e, event)]
+        if not inside or not outside or any(map(is_amp, (*event.guards, *tested))):
+            return None
+        shared = set.intersection(*({Guard(g.text, not g.is_true) for g in e.guards} for e in inside))
+        off = shared.intersection(*(e.guards for e in outside))
+        flag = next((g for g in off if is_amp(g) and _is_option(script, g, event.function)), None)
+        if flag is None or any(r.kind != "no_grad" for e in outside for r in e.regions):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when `{flag.text}` is {str(flag.is_true).lower()}, `{outside[0].local.subject}` runs without autocast ({script.at(outside[0].node)}) and "
+            f"`{event.local.scaler}` is still enabled: it scales a loss that is computed in float32",
+            instead=f"GradScaler(..., enabled={'not ' * flag.is_true}{flag.text})",
+            severity="advice",
+        )
+
     def _in_null_context(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a model that runs in a context which is `nullcontext()` in every run: the region was taken out."""
         event = trace[index]
@@ -301,6 +314,14 @@ class ScalerWithoutAutocast(TraceRule):
             f"`{forwards[0].local.subject}` ({script.at(forwards[0].node)}) runs in float32, unless it opens a region itself",
             instead="make it torch.autocast(..., dtype=torch.float16), or remove the scaler",
         )
+
+
+def _is_option(script: Script, guard: Guard, function: Function) -> bool:
+    """Whether a condition is an option, and not an expression or a constant of the file."""
+    try:
+        return bool(_option_of(script, ast.parse(guard.text, mode="eval").body, function))
+    except SyntaxError:  # a part that a trace has shortened
+        return False
 
 
 def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 3) -> str:
@@ -329,24 +350,6 @@ def _is_passed_on(script: Script, region: Autocast) -> bool:
 def _casts(events: Sequence[Event]) -> bool:
     """Whether anything is cast to 16 bits by hand."""
     return any(e.kind == "cast" and e.scaled in SIXTEEN_BIT for e in events)
-
-
-def _calls_losses_only(script: Script, block: ast.With) -> bool:
-    """Whether all that a block calls are loss functions, and functions and methods of tensors."""
-    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    names = [text_of(call.func).rsplit(".", 1)[-1] for call in calls]
-    is_loss = [bool(_LOSS.search(name)) and not _NETWORK.search(name) for name in names]
-    is_tensor = [
-        name in _OF_TENSORS or script.outline.names.full(c.func).startswith("torch.")
-        for c, name in zip(calls, names, strict=True)
-    ]
-    return any(is_loss) and all(a or b for a, b in zip(is_loss, is_tensor, strict=True))
-
-
-def _only_steps(block: ast.With) -> bool:
-    """Whether all that a block calls are steps of the loop after the loss, which autocast does not change."""
-    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    return all(getattr(call.func, "attr", key_of(call.func)) in _STEPS for call in calls)
 
 
 def _results(script: Script, forward: Event) -> set[str]:
@@ -381,19 +384,6 @@ def _calls_model(script: Script, opened: Event) -> bool:
         key_of(c.func.value) for c, _ in script.outline.calls.get("parameters", ()) if isinstance(c.func, ast.Attribute)
     }
     return any(isinstance(n, ast.Call) and key_of(n.func) in models for n in ast.walk(opened.node))
-
-
-@lru_cache(maxsize=1)  # the same for every event of a script
-def _mentions_16_bits(script: Script) -> bool:
-    """Whether anything may compute in 16 bits; comments and imports from torch do not: `autocast` may be imported and never used."""
-    lines = [_COMMENT.sub("", line) for line in script.lines.text.splitlines()]
-    for node in ast.walk(script.tree):
-        if isinstance(node, ast.keyword) and node.arg == "help" and node.lineno == node.end_lineno:
-            lines[node.lineno - 1] = ""  # of an option, in words
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[number] = "" if number < len(lines) else lines[number]
-    return bool(_SIXTEEN.search("\n".join(lines)))
 
 
 RULES: tuple[type[Rule], ...] = (ScalerWithoutAutocast,)

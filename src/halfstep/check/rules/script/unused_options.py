@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
-from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
+from halfstep.check.script.objects.command_line import Options, dataclass_fields, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
@@ -20,7 +20,16 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
-from halfstep.check.script.syntax.unread import inherits, last_of, loads, mentions, read_names, unread_parameters
+from halfstep.check.script.syntax.unread import (
+    inherits,
+    is_unread,
+    last_of,
+    loads,
+    mentions,
+    read_names,
+    unread_argument,
+    unread_parameters,
+)
 
 __all__ = ["RULES"]
 
@@ -63,7 +72,6 @@ options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_in
 model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
 Trainer(model, args=training, train_dataset=data).train()
 """
-
 _TRAINER = """\
 import torch
 
@@ -81,7 +89,6 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 """
-
 _FABRIC = """\
 from lightning import Fabric
 
@@ -144,14 +151,13 @@ class UnusedPrecisionOption(ScriptRule):
         if not (script.autocasts or script.scalers or trains or applies_apex):
             return
         options = Options(script)
-        precise = [
-            o for o in options.declared if any(p.search(o[2].lower()) for p in (PRECISION_OPTION, _SCALE, _CHOICE))
-        ]
+        named = (PRECISION_OPTION, _SCALE, _CHOICE)
+        precise = [o for o in options.declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
-        named = {name for _, _, name in precise}
-        loads = [n for n in options.nodes if isinstance(n, ast.Attribute) and not full(n) and n.attr in named]
+        values = {name for _, _, name in precise}
+        loads = [n for n in options.nodes if isinstance(n, ast.Attribute) and not full(n) and n.attr in values]
         read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not is_only_shown(script.outline, n)}
         read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         for call, flag, name in precise:
@@ -318,12 +324,13 @@ class UnusedPrecisionOption(ScriptRule):
                     )
 
     def _ignored(self, script: Script) -> Iterator[Finding]:
-        """Precision parameters of a function that sets up a run, which a call in this file passes and the function never reads."""
-        outline = script.outline
-        calls = outline.calls.keys()
+        """Precision parameters that a function never reads, of one that sets up a run or trains, and a call in this file passes.
+
+        Calls of other files pass the flag of a training function that this file does not call.
+        """
+        outline, calls = script.outline, script.outline.calls.keys()
         if not ("backward" in calls or any(name.endswith("Trainer") for name in calls)) or "locals" in calls:
             return
-        lines = script.source.text.splitlines()
         for function in outline.functions:
             names = [name for name in function.params if _PASSED.fullmatch(name)]
             named = _SETS_UP.search(function.name) and not _ASIDE.search(function.name)
@@ -331,19 +338,14 @@ class UnusedPrecisionOption(ScriptRule):
             # A method, or a function with a decorator, may have the signature that another class or library asks for.
             if not is_setup or function.method or getattr(function.node, "decorator_list", None):
                 continue
-            for name in names:
-                # By the text: the tree has the value of a variable in the place of its name.
-                is_documented = ast.get_docstring(function.node, clean=False) is not None
-                first, last = function.body[is_documented].lineno, function.body[-1].end_lineno
-                body = "\n".join(line.partition("#")[0] for line in lines[first - 1 : last])
-                if re.search(rf"\b{name}\b", body):
-                    continue
+            for name in (n for n in names if is_unread(script.source.text, function, n)):
                 passed = [v for v, _ in passed_for(outline, name, function) if constant(v) is not None]
-                if passed:
+                effect = f", which {script.at(passed[0])} passes" if passed else ""
+                place = function.node if passed else unread_argument(outline, script.source.text, function, name)
+                if place is not None and (passed or _FLAG.fullmatch(name)):
                     yield self.finding(
-                        script.where(function.node),
-                        f"`{function.name}` never reads its parameter `{name}`, which {script.at(passed[0])} passes: the run is the same with "
-                        "every value",
+                        script.where(place),
+                        f"`{function.name}` never reads its parameter `{name}`{effect}: the run is the same with every value",
                         instead=f"use {name} in {function.name}, or remove the parameter",
                     )
 

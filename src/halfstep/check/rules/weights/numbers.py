@@ -197,6 +197,9 @@ class EmulatedBf16(ScriptRule):
             is_query = isinstance(call, ast.Call) and call.func is query and not call.args and not call.keywords
             if isinstance(call, ast.Call) and is_query and not _is_recorded(script, call):
                 yield self._report(script, call)
+        for call in _named_queries(script):
+            if not call.args and not call.keywords and not _is_recorded(script, call):
+                yield self._report(script, call)
         for call, _ in script.outline.calls.get("is_bf16_supported", ()):
             # A module that a function receives has no full name: `torch_module.cuda.is_bf16_supported()`.
             name = script.outline.names.full(call.func) or text_of(call.func)
@@ -210,6 +213,25 @@ class EmulatedBf16(ScriptRule):
             "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",
             instead="torch.cuda.is_bf16_supported(including_emulation=False)",
         )
+
+
+def _named_queries(script: Script) -> Iterator[ast.Call]:
+    """The calls of a variable that is the query itself: `supported = getattr(torch.cuda, "is_bf16_supported", None)`."""
+    outline = script.outline
+    for key, bindings in outline.bindings.items() if "is_bf16_supported" in script.source.text else ():
+        if not any(b.value is not None and _is_query(script, b.value) for b in bindings):
+            continue
+        for call, function in outline.calls.get(key.rpartition(".")[2], ()):
+            bound = outline.lookup(key, function) if key_of(call.func) == key else []
+            if bound and all(b.value is not None and _is_query(script, b.value) for b in bound):
+                yield call
+
+
+def _is_query(script: Script, value: ast.expr) -> bool:
+    """Whether an expression is the function that asks for bfloat16, with or without getattr, and does not call it."""
+    if isinstance(value, ast.Call) and key_of(value.func) == "getattr" and len(value.args) > 1:
+        return text_of(value.args[0]).endswith("cuda") and constant(value.args[1]) == "is_bf16_supported"
+    return script.outline.names.full(value) == "torch.cuda.is_bf16_supported"
 
 
 def _is_recorded(script: Script, call: ast.Call) -> bool:

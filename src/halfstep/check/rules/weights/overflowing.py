@@ -9,8 +9,10 @@ from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -84,7 +86,8 @@ class OverflowingModel(ScriptRule):
         """fp16 that is on in every run, or on every GPU, where all models of the file are known to overflow."""
         if is_exercise(script) or script.outline.names.uses("unsloth"):
             return  # Unsloth trains these models in float32 itself
-        names = _model_names(script)
+        loads = _model_loads(script)
+        names = {name for _, texts in loads for name in texts}
         if not names:
             return
         model = " and ".join(f"`{name}`" for name in sorted(names))
@@ -94,20 +97,43 @@ class OverflowingModel(ScriptRule):
                 f"{model} has activations above 65504, which {how} turns into inf: the loss becomes NaN",
                 instead="train in bfloat16, or in float32 on a GPU without it",
             )
+        region = _region_of_training(script, loads[0][0]) if len(loads) == 1 else None
+        if region is not None:
+            flags = [
+                text for text, is_true in conditions_of(script.outline, region.node) if is_true and is_amp((text, True))
+            ]
+            flags += [region.enabled] if region.enabled != "yes" else []
+            yield self.finding(
+                script.where(loads[0][0]),
+                f"{f'with `{flags[0]}`, ' if flags else ''}{model} has activations above 65504, which float16 autocast ({script.at(region.node)}) turns "
+                "into inf: the loss becomes NaN",
+                instead="dtype=torch.bfloat16 for autocast, or float32 on a GPU without it",
+            )
 
 
-def _model_names(script: Script) -> set[str]:
-    """The checkpoints that a script loads as models, if the text names all of them and each overflows."""
-    names: set[str] = set()
+def _model_loads(script: Script) -> list[tuple[ast.Call, set[str]]]:
+    """The loads of models with their checkpoints, if the text names all of them and each overflows."""
+    loads: list[tuple[ast.Call, set[str]]] = []
     for call, function in script.outline.calls.get("from_pretrained", ()):
         loader = text_of(call.func).removesuffix(".from_pretrained").rpartition(".")[2]
         if loader.endswith(_NOT_MODELS) or not loader[:1].isupper() or loader.startswith("Peft"):
             continue
         texts = _texts(script, argument(call, 0, "pretrained_model_name_or_path"), function)
         if not texts or not all(OVERFLOWING.search(text) for text in texts):
-            return set()
-        names |= texts
-    return names
+            return []
+        loads.append((call, texts))
+    return loads
+
+
+def _region_of_training(script: Script, load: ast.Call) -> Autocast | None:
+    """The float16 region in which a loop of the file runs a loaded model with gradients; None if any region may be bfloat16."""
+    statement = script.statement(load)
+    names = {key_of(t).rpartition(".")[2] for t in statement.targets} if isinstance(statement, ast.Assign) else set()
+    forwards = [e for e in script.events("forward") if e.autocast() and not e.inside("no_grad")]
+    own = [e for e in forwards if e.subject.removesuffix(".module").rpartition(".")[2] in names - {""}]
+    regions = [a for e in own if (region := e.autocast()) is not None for a in region.autocasts]
+    is_half = all(a.dtypes == {"float16"} and a.device in {"cuda", None} for a in (*regions, *script.autocasts))
+    return regions[0] if regions and is_half and script.has("backward") else None
 
 
 def _texts(script: Script, node: ast.expr | None, function: Function) -> set[str]:

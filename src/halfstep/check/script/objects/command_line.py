@@ -16,7 +16,7 @@ from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain
 from halfstep.check.script.syntax.shown import shows_only
 
-__all__ = ["Options", "dataclass_fields", "stays_here"]
+__all__ = ["Options", "dataclass_fields", "names_format", "stays_here"]
 
 # Functions that only show or store a namespace.
 _SHOWS = frozenset({
@@ -24,6 +24,9 @@ _SHOWS = frozenset({
     "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
     "init_trackers", "log_hyperparams", "add_hparams", "log_config", "send_example_telemetry",
 })  # fmt: skip
+_FORMATS = frozenset(
+    {"fp16", "bf16", "fp32", "tf32", "float16", "bfloat16", "float32", "half", "16-mixed", "bf16-mixed"}
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
@@ -101,6 +104,12 @@ class Options:
         if not isinstance(value, ast.Attribute) or value.attr != target.attr:
             return False
         return _name_of(value.value) in spaces and _name_of(target.value) not in spaces
+
+
+def names_format(option: ast.Call) -> bool:
+    """Whether the choices of an option are number formats: `choices=["fp32", "bf16"]`."""
+    choices = {constant(choice) for choice in getattr(argument(option, None, "choices"), "elts", ())}
+    return len(choices & _FORMATS) > 1
 
 
 def _sets(call: ast.Call, name: str) -> bool:
@@ -232,7 +241,8 @@ def _reads_any(options: Options, spaces: set[str]) -> bool:
                 if not is_own:
                     return True
         last = chain(node.func)[-1:] if isinstance(node, ast.Call) else ()
-        if last == ("vars",) and not _is_shown(options, node):
+        is_dictionary = isinstance(node, ast.Attribute) and node.attr == "__dict__" and _name_of(node.value) in spaces
+        if (last == ("vars",) or is_dictionary) and not _is_shown(options, node):
             return True  # the dictionary may go anywhere
         if (
             isinstance(node, ast.Call)

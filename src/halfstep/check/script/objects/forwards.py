@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.engines import loop_class
@@ -18,15 +19,32 @@ from halfstep.check.script.syntax.scope import default_of
 
 __all__ = [
     "bce_in_forward",
+    "calls_losses_only",
+    "calls_steps_only",
     "idle_regions",
     "is_configured",
     "is_created_plain",
     "is_null_context",
     "loads_in_dtype",
+    "mentions_16_bits",
     "off_by_default",
     "was_forgotten",
 ]
 
+# Anything that may compute in 16 bits without the word "autocast" in this file.
+_SIXTEEN = regex(
+    r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
+)
+_COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
+_LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
+_NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
+_OF_TENSORS = {
+    "mean", "sum", "float", "view", "squeeze", "unsqueeze", "reshape", "detach", "size", "to", "long", "flatten", "permute",
+    "transpose", "contiguous", "argmax", "item", "len", "clone", "cuda", "append", "items", "values", "print",
+}  # fmt: skip
+_STEPS = {
+    "scale", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_", "parameters", "step", "update", "zero_grad", "item",
+}  # fmt: skip
 _COMMENTED = regex(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
 _WRAPS = {"DataParallel", "DistributedDataParallel", "DDP", "compile", "convert_sync_batchnorm"}
@@ -240,3 +258,34 @@ def loads_in_dtype(script: Script) -> bool:
     """Whether the script loads a model in a dtype of its own choice: `from_pretrained(path, torch_dtype=...)`."""
     loads = (call for call, _ in script.outline.calls.get("from_pretrained", ()))
     return any(k.arg in {"dtype", "torch_dtype", None} for call in loads for k in call.keywords)
+
+
+def calls_losses_only(script: Script, block: ast.With) -> bool:
+    """Whether all that a block calls are loss functions, and functions and methods of tensors."""
+    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    names = [text_of(call.func).rsplit(".", 1)[-1] for call in calls]
+    is_loss = [bool(_LOSS.search(name)) and not _NETWORK.search(name) for name in names]
+    is_tensor = [
+        name in _OF_TENSORS or script.outline.names.full(c.func).startswith("torch.")
+        for c, name in zip(calls, names, strict=True)
+    ]
+    return any(is_loss) and all(a or b for a, b in zip(is_loss, is_tensor, strict=True))
+
+
+def calls_steps_only(block: ast.With) -> bool:
+    """Whether all that a block calls are steps of the loop after the loss, which autocast does not change."""
+    calls = [n for statement in block.body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    return all(getattr(call.func, "attr", key_of(call.func)) in _STEPS for call in calls)
+
+
+@lru_cache(maxsize=1)  # the same for every event of a script
+def mentions_16_bits(script: Script) -> bool:
+    """Whether anything may compute in 16 bits; comments and imports from torch do not: `autocast` may be imported and never used."""
+    lines = [_COMMENT.sub("", line) for line in script.lines.text.splitlines()]
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.keyword) and node.arg == "help" and node.lineno == node.end_lineno:
+            lines[node.lineno - 1] = ""  # of an option, in words
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = "" if number < len(lines) else lines[number]
+    return bool(_SIXTEEN.search("\n".join(lines)))

@@ -41,13 +41,16 @@ _FULL_CHECKPOINTS = regex(
 _ANY_MODEL = regex(
     r"^(.*[\\/])?(\w*model|checkpoints?|ckpt|weights|out|output|merged|final|pretrained)[\\/]*$", re.IGNORECASE
 )
+_HUB_NAME = regex(r"[\w-]+/[\w.-]+$")
+_ADAPTED = regex(r"peft|lora|adapter|bnb|4bit$", re.IGNORECASE)
 _LANGUAGE_MODEL = regex(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
 
 
 def fully_trained(outline: Outline) -> bool:
     """Whether Unsloth loads each model to train all its weights in their own dtype: `full_finetuning=True`.
 
-    `float32_mixed_precision=True` has it train float32 weights, and those that it loads in float16 are cast to float32 as well.
+    So it does with `load_in_4bit=False`, where the script attaches no adapter. `float32_mixed_precision=True` has it train
+    float32 weights, and those that it loads in float16 are cast to float32 as well.
     """
     loads = [
         call
@@ -55,12 +58,29 @@ def fully_trained(outline: Outline) -> bool:
         if outline.names.full(call.func).startswith("unsloth.")
     ]
     return bool(loads) and all(
-        constant(argument(call, None, "full_finetuning")) is True
+        (constant(argument(call, None, "full_finetuning")) is True or _is_plain(outline, call))
         and ((upcast := argument(call, None, "float32_mixed_precision")) is None or constant(upcast) in {None, False})
-        and (dtype := argument(call, None, "dtype")) is not None
-        and outline.names.full(dtype) == "torch.bfloat16"
+        and _is_bfloat16(outline, argument(call, None, "dtype"))
         for call in loads
     )
+
+
+def _is_plain(outline: Outline, load: ast.Call) -> bool:
+    """Whether Unsloth loads a checkpoint by its name on the hub, not quantized, in a file without the word for an adapter."""
+    name = constant(argument(load, 0, "model_name"))
+    if not isinstance(name, str) or not _HUB_NAME.match(name) or _ADAPTED.search(name):
+        return False
+    if any(_ADAPTED.search(word) for word in (*outline.loads, *outline.names.table, *outline.strings)):
+        return False
+    switches = {k.arg: constant(k.value) for k in load.keywords}
+    return (
+        switches.get("load_in_4bit") is False and switches.get("load_in_8bit", False) is False and None not in switches
+    )
+
+
+def _is_bfloat16(outline: Outline, dtype: ast.expr | None) -> bool:
+    """Whether Unsloth loads in bfloat16: named, or chosen by it for `None`."""
+    return dtype is None or constant(dtype) is None or outline.names.full(dtype) == "torch.bfloat16"
 
 
 def initialized(trainer: ast.Call) -> ast.expr | None:

@@ -28,10 +28,12 @@ __all__ = [
     "is_on_by_default",
     "is_part",
     "models_by_use",
+    "region_left_open",
     "regions_in_forward",
     "run_by_call",
 ]
 
+_ITERATES = {"enumerate", "tqdm", "trange", "iter", "islice", "track", "zip"}
 WRAPS = {
     "torch.nn.DataParallel": "dp",
     "torch.nn.parallel.DataParallel": "dp",
@@ -146,6 +148,52 @@ def regions_in_forward(outline: Outline, model: str, function: Function) -> list
                 if entered and any(_calls_layer(node) for statement in block.body for node in ast.walk(statement)):
                     regions += entered
     return regions
+
+
+def region_left_open(outline: Outline, node: ast.AST, function: Function) -> Autocast | None:
+    """The region that a generator of the file leaves open in the loop around a node.
+
+    A generator that yields inside `with autocast():` does not leave the region, which is a state of the thread: the body of
+    `for batch in generator():` runs in it.
+    """
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if isinstance(parent, ast.For) and any(node is statement for statement in parent.body):
+            regions = [
+                _region_at_yield(outline, value, function) for value in _iterated(outline, parent.iter, function)
+            ]
+            if regions and all(regions):
+                return regions[0]
+        node, parent = parent, outline.parents.get(parent)
+    return None
+
+
+def _iterated(outline: Outline, source: ast.expr, function: Function) -> list[ast.expr]:
+    """What a loop goes through: `batches()` of `enumerate(batches())`, also by the name of a variable."""
+    while isinstance(source, ast.Call) and key_of(source.func).rpartition(".")[2] in _ITERATES and source.args:
+        source = source.args[0]
+    return outline.values(key_of(source), function) if key_of(source) else [source]
+
+
+def _region_at_yield(outline: Outline, call: ast.expr, function: Function) -> Autocast | None:
+    """The innermost region around every `yield` of the generator that a call runs, unless it is disabled."""
+    target = outline.call_target(call, function) if isinstance(call, ast.Call) else None
+    inner = list(ast.walk(target.node)) if target is not None else []
+    yields = [n for n in inner if isinstance(n, (ast.Yield, ast.YieldFrom))]
+    regions = [_region_around(outline, n, target) for n in yields] if target is not None else []
+    return regions[0] if regions and all(r is not None and r.enabled != "no" for r in regions) else None
+
+
+def _region_around(outline: Outline, node: ast.AST, function: Function) -> Autocast | None:
+    parent = outline.parents.get(node)
+    while parent is not None and parent is not function.node:
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return None  # a generator inside this function
+        for item in reversed(parent.items) if isinstance(parent, ast.With) else ():
+            if entered := autocasts_of(outline, item.context_expr, function):
+                return entered[0] if len(entered) == 1 else None
+        parent = outline.parents.get(parent)
+    return None
 
 
 def _blocks(body: Iterable[ast.AST]) -> Iterator[ast.With]:

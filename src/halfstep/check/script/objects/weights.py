@@ -335,14 +335,12 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     values = [v for v in keywords_of(outline, call, function, "torch_dtype", "dtype") if constant(v) is not None]
     named = {formats_of(outline, value, function): value for value in reversed(values)}  # the first of each
     lineage.casts += [Cast(call, function, name, formats, "load", value) for formats, value in named.items()]
-    if (
-        dtype is None
-        and call.func.attr == "from_pretrained"
-        and all(k.arg or is_written(outline, k.value, function) for k in call.keywords)
-        and outline.names.full(call.func).startswith("transformers.")
-        and _MODEL_CLASS.search(owner)
-    ):
+    full, is_written_out = outline.names.full(call.func), call.func.attr == "from_pretrained"
+    is_written_out &= all(k.arg or is_written(outline, k.value, function) for k in call.keywords)
+    if dtype is None and is_written_out and full.startswith("transformers.") and _MODEL_CLASS.search(owner):
         lineage.casts.append(Cast(call, function, name, frozenset({AUTO}), "checkpoint"))
+    elif not values and is_written_out and full.startswith("unsloth."):  # which chooses it where the GPU has it
+        lineage.casts.append(Cast(call, function, name, frozenset({"bfloat16"}), "load"))
 
 
 def _is_other_branch(outline: Outline, quantized: ast.expr, dtype: ast.expr | None) -> bool:

@@ -8,7 +8,16 @@ from collections.abc import Collection, Iterator
 
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["inherits", "last_of", "loads", "mentions", "read_names", "unread_parameters"]
+__all__ = [
+    "inherits",
+    "is_unread",
+    "last_of",
+    "loads",
+    "mentions",
+    "read_names",
+    "unread_argument",
+    "unread_parameters",
+]
 
 
 def last_of(node: ast.expr) -> str:
@@ -38,16 +47,32 @@ def inherits(outline: Outline, cls: str) -> bool:
     return any(getattr(base, "id", "") != "object" for base in outline.bases.get(cls, ()))
 
 
+def is_unread(text: str, function: Function, name: str) -> bool:
+    """Whether nothing in the body of a function names a parameter: by the text, as the tree has values in the place of variables."""
+    body = function.body
+    if not isinstance(function.node, ast.Module) and ast.get_docstring(function.node, clean=False) is not None:
+        body = body[1:]
+    lines = text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if body else []
+    return not any(re.search(rf"(?<!\.)\b{name}\b", line.partition("#")[0]) for line in lines)
+
+
 def unread_parameters(function: Function, text: str, names: re.Pattern[str]) -> Iterator[ast.arg]:
-    """The parameters with one of some names that do not occur in the text of a function's body, which is more than `pass`."""
-    node = function.node
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    """The parameters with one of some names that a function, which is more than `pass`, never reads."""
+    if isinstance(function.node, ast.Module) or len(function.body) < 2:
         return
-    body = function.body[ast.get_docstring(node, clean=False) is not None :]
-    wanted = [a for a in (*node.args.args, *node.args.kwonlyargs) if names.fullmatch(a.arg)]
-    if not wanted or len(body) < 2:
-        return
-    # By the text: the tree has the value of a variable in the place of its name.
-    lines = text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]
-    written = "\n".join(line.partition("#")[0] for line in lines)
-    yield from (a for a in wanted if not re.search(rf"(?<!\.)\b{a.arg}\b", written))
+    arguments = function.node.args
+    wanted = [a for a in (*arguments.args, *arguments.kwonlyargs) if names.fullmatch(a.arg)]
+    yield from (a for a in wanted if is_unread(text, function, a.arg))
+
+
+def unread_argument(outline: Outline, text: str, function: Function, name: str) -> ast.arg | None:
+    """The parameter of a function that trains, which only other files call, if no function of this one reads its name."""
+    methods = {method for method in ("backward", "step") for _, f in outline.calls.get(method, ()) if f is function}
+    is_nested = function.parent is not None and not isinstance(function.parent.node, ast.Module)
+    if len(methods) < 2 or is_nested or function.name in outline.loads or isinstance(function.node, ast.Module):
+        return None
+    # Another function that reads it: the two may share a signature.
+    if not all(is_unread(text, other, name) for other in outline.functions if name in other.params):
+        return None
+    arguments = function.node.args
+    return next(a for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg == name)

@@ -1,0 +1,97 @@
+"""HS139 on flags that a training function never reads, and on options that only their choices show to name a format."""
+
+import pytest
+
+from check_scripts import findings, reported
+
+EPOCH = """\
+import torch
+from torch.amp import GradScaler, autocast
+
+def train_epoch(model, loader, optimizer, criterion, use_amp: bool = False):
+    model.train()
+    total = 0.0
+    for x, y in loader:
+        optimizer.zero_grad()
+        {forward}
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    total /= len(loader)
+    return total
+"""
+PLAIN = "loss = criterion(model(x), y)"
+REGION = 'with autocast("cuda", dtype=torch.bfloat16, enabled=use_amp): loss = criterion(model(x), y)'
+OTHER = """
+def train_fast(model, loader, optimizer, criterion, use_amp: bool = False):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with autocast("cuda", dtype=torch.bfloat16, enabled=use_amp):
+            loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+OPTIONS = """\
+import argparse
+import json
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--grad_format", choices={choices})
+args = parser.parse_args()
+print(json.dumps(args.__dict__))
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    {reduce}
+    optimizer.step()
+"""
+
+
+def test_flag_of_a_training_function_that_it_never_reads():
+    """HS139 at the parameter: whatever another file passes, the loop is in float32."""
+    assert [(f.code, f.line) for f in findings(EPOCH.format(forward=PLAIN))] == [("HS139", 4)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EPOCH.format(forward=REGION),
+        EPOCH.format(forward=PLAIN) + OTHER,  # the two share a signature
+        EPOCH.format(forward=PLAIN) + "\nTRAINERS = {'plain': train_epoch}\n",
+        EPOCH.format(forward=PLAIN).replace("train_epoch", "evaluate_epoch"),
+        EPOCH.format(forward=PLAIN).replace("\ndef", "\n@register\ndef"),
+        EPOCH.format(forward=PLAIN).replace("use_amp", "use_bar"),
+    ],
+)
+def test_flags_that_are_read_or_part_of_a_signature(text):
+    """No finding for a flag that is read, or that an interface may ask for."""
+    assert "HS139" not in reported(text)
+
+
+@pytest.mark.parametrize("choices", ['["fp32", "bf16"]', '("float16", "bfloat16", "float32")'])
+def test_option_whose_choices_are_formats(choices):
+    """HS139 by the choices of an option, whatever its name."""
+    assert reported(OPTIONS.format(choices=choices, reduce="pass")) == {"HS139"}
+
+
+@pytest.mark.parametrize(
+    ("choices", "reduce"),
+    [
+        ('["fp32", "bf16"]', "reduce_gradients(model, args.grad_format)"),
+        ('["fp32", "bf16"]', "reduce_gradients(model, **args.__dict__)"),
+        ('["fp32", "bf16"]', "reduce_gradients(model, args.__dict__)"),
+        ('["csv", "json"]', "pass"),
+    ],
+)
+def test_options_that_are_read_or_name_no_format(choices, reduce):
+    """No finding where the option is read, goes to other code with the whole namespace, or is no format."""
+    assert reported(OPTIONS.format(choices=choices, reduce=reduce)) == set()
+
+
+def test_a_function_with_nothing_but_a_docstring_reads_nothing():
+    """A placeholder with the same parameter does not hide the training function that never reads its own."""
+    text = EPOCH.format(forward=PLAIN) + 'def evaluate(model, use_amp):\n    """To do."""\n'
+    assert [f.line for f in findings(text, "HS139")] == [4]
