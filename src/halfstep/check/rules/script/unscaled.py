@@ -162,7 +162,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if between(trace, trace.index(opened), index, "scale"):
             return None  # `accelerator.backward(scaler.scale(loss))`
-        region = opened.regions[-1].autocasts[0]
+        region = _float16_region(opened)
         is_certain = all(a.dtype == "float16" for a in opened.regions[-1].autocasts)
         if not is_certain and _tests_format(region, opened, event):
             return None
@@ -275,7 +275,7 @@ class Fp16WithoutScaler(TraceRule):
                 "scaled: gradients below 6e-8 become zero",
                 instead=_SCALE,
             )
-        region = next(a for a in autocasts if "float16" in a.dtypes and a.enabled != "no")
+        region = _float16_region(opened)
         if _tests_format(region, opened, event):
             return None
         # At the region, where the dtype is chosen.
@@ -350,6 +350,11 @@ def _may_be_float16(script: Script, opened: Event) -> bool:
     autocasts = opened.regions[-1].autocasts
     may_be = any("float16" in a.dtypes and a.enabled != "no" for a in autocasts)
     return may_be and not any(is_misplaced(script.outline, a) for a in autocasts)
+
+
+def _float16_region(opened: Event) -> Autocast:
+    """The region of several that is in float16: `{"bf16": autocast(...), "fp16": autocast(...)}[args.precision]`."""
+    return next(a for a in opened.regions[-1].autocasts if "float16" in a.dtypes and a.enabled != "no")
 
 
 def _is_chosen(script: Script, region: Autocast) -> bool:

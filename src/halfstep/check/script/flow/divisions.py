@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Binding, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Outline
 
 __all__ = [
     "MAX_ASSIGNMENTS",
@@ -30,12 +31,14 @@ __all__ = [
     "divided_by",
     "divides_gradients",
     "is_divided",
+    "is_mean_of_batch",
     "is_on_other_path",
     "is_own_mean",
     "is_size_of_batch",
     "joins_cached",
     "names_in",
     "passed_to_loss",
+    "split_sizes",
     "undivided_end",
     "updated_by",
 ]
@@ -221,6 +224,31 @@ def is_own_mean(quotient: ast.BinOp) -> bool:
         isinstance(n, ast.Call) and text_of(n.func).rsplit(".", 1)[-1] == "sum" for n in ast.walk(quotient.left)
     )
     return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
+
+
+def is_mean_of_batch(quotient: ast.BinOp, sizes: set[str]) -> bool:
+    """Whether a quotient is the mean over a micro-batch: `loss.sum() / batch_size`, the batch size of the loader."""
+    return key_of(quotient.right).rsplit(".", 1)[-1] in sizes and text_of(quotient.left).endswith(".sum()")
+
+
+def split_sizes(script: Script, length: str, event: Event) -> set[str]:
+    """The sizes that a number of micro-batches is computed from: `batch_size` of `batch_size // micro_batch_size`.
+
+    The window then is one batch of the loader, and a sum over a micro-batch divided by that size is a share of the mean.
+    """
+    parts: list[ast.AST] = []
+    with contextlib.suppress(SyntaxError):
+        parts.append(ast.parse(length, mode="eval"))
+    parts += [b.value for b in script.outline.lookup(length, event.function)[:MAX_BINDINGS] if b.value is not None]
+    quotients = [node for part in parts for node in ast.walk(part) if _is_quotient(node)]
+    # Of `total // batch_size // world_size` only `total` is split.
+    dividends = [list(ast.walk(q.left)) for q in quotients if isinstance(q, ast.BinOp)]
+    whole = [nodes for nodes in dividends if not any(map(_is_quotient, nodes))]
+    return {key_of(node).rsplit(".", 1)[-1] for nodes in whole for node in nodes} - {""}
+
+
+def _is_quotient(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
 
 
 def is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
