@@ -242,7 +242,7 @@ class ScalerUnused(ScriptRule):
 
 def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
     """Whether the script trains; the class of a `self.scaler` that is saved, which otherwise a derived class may use."""
-    backward = script.events("backward", "owned_backward")
+    backward = script.events("backward", "owned_backward", "opt_step")
     if saved and scaler.key.startswith("self."):
         return any(event.function.cls == scaler.function.cls for event in backward)
     return any(True for _ in backward)
