@@ -67,6 +67,9 @@ _PURE = {
     "torch.cuda.is_available(",
 }  # fmt: skip
 _AVAILABLE = regex(r"(^|\.)(is_\w*available|is_initialized|get_world_size|get_rank)\($")
+_READS = regex(
+    r"(^|\.)(startswith|endswith|lower|upper|strip|casefold)\($|\.get\($"
+)  # of a setting: the value does not change
 AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = regex(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _ON_GPU = regex(r"cuda|available", re.IGNORECASE)
@@ -169,9 +172,13 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     names = _NAME.findall(re.sub(r"'[^']*'", "''", text))
     # `conf.get("clip", None)` reads a setting like `conf.clip`.
     calls = [name for name in names if name.endswith("(") and name not in _PURE]
-    if any(not name.endswith(".get(") and not _AVAILABLE.search(name) for name in calls):
+    if any(not _READS.search(name) and not _AVAILABLE.search(name) for name in calls):
         return False
-    keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
+    texts = [
+        _READS.sub("", name) for name in calls if not name.endswith(".get(")
+    ]  # `device` of `device.startswith("cuda")`
+    values = [name for name in (*names, *texts) if name and not name.endswith("(")]
+    keys = {key for name in values for key in (name, name.partition(".")[0])}
     return not any(_rebinds(script, key, event) for key in keys)
 
 
