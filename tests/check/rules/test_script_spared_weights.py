@@ -76,6 +76,27 @@ def train(args, loader, world_size):
             loss.backward()
             optimizer.step()
 """
+BRANCH = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, use_amp):
+        self.model, self.optimizer, self.use_amp = model, optimizer, use_amp
+        self.scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+
+    def train_step(self, x, amp_dtype):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", {dtype}enabled=self.use_amp):
+            loss = self.model(x)
+        is_bf16 = {test}
+        if self.use_amp and not is_bf16:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            loss.backward()
+            self.optimizer.step()
+"""
 PLAIN = 'torch.amp.GradScaler("cuda")'
 
 
@@ -106,3 +127,20 @@ def test_a_plain_scaler_next_to_a_sharded_one():
     assert "HS160" in reported(SHARDED.format(load="dtype", other=PLAIN))
     assert "HS160" not in reported(SHARDED.format(load="dtype", other="ShardedGradScaler()"))
     assert "HS160" not in reported(SHARDED.format(load="torch.float32", other=PLAIN))
+
+
+@pytest.mark.parametrize(
+    "test", ["self.model.dtype == torch.bfloat16", "next(self.model.parameters()).dtype == torch.bfloat16"]
+)
+def test_bfloat16_weights_in_a_float16_region(test):
+    """The dtype of the weights does not change that of the region, whose loss is then not scaled."""
+    assert "HS123" in reported(BRANCH.format(test=test, dtype=""))
+    assert "HS123" in reported(BRANCH.format(test=test, dtype="dtype=torch.float16, "))
+    assert "HS123" not in reported(BRANCH.format(test=test, dtype="dtype=torch.bfloat16, "))
+
+
+def test_one_dtype_for_the_region_and_the_scaler():
+    """A flag that is about the dtype of the region may be right."""
+    test = "amp_dtype == torch.bfloat16"
+    assert "HS123" not in reported(BRANCH.format(test=test, dtype="dtype=amp_dtype, "))
+    assert "HS123" not in reported(BRANCH.format(test=test, dtype=""))

@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "is_always_float16",
     "is_chosen_elsewhere",
     "is_other_switch",
+    "is_wider",
     "omitted_float16",
     "spares_half_weights",
 ]
@@ -29,6 +30,8 @@ _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
 _CUDA = regex(r"\bcuda\b")
 _DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
+_FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
+_WEIGHTS = regex(r"(model|net|module)\w*(\.|, ['\"])(torch_)?dtype\b|parameters\(\).*\.dtype$")
 _WRITTEN = {"torch.float16", "torch.half"}
 _MAX_DEPTH = 3  # variables between a scaler and the test that enables it
 Test = tuple[ast.expr, bool]  # an expression and the value it has where the scaler is enabled
@@ -81,6 +84,25 @@ def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Func
     has_half = any(text_of(name) in _WRITTEN for name in named)
     is_equal = isinstance(test.ops[0], (ast.Eq, ast.Is, ast.In)) == is_true
     return all(text_of(name).startswith("torch.") for name in named) and has_half != is_equal
+
+
+def is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
+    """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
+    parts = [last_name(part) for part in scaler.split(" and ")]
+    inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
+    other = [part for part in parts if part not in inside]
+    # A number format may decide both, but not that of the weights: autocast lowers bfloat16 weights to float16 as well.
+    is_decided = any(_FORMAT.search(part) and not _tests_weights(script, part, event) for part in other)
+    is_decided = is_decided or any(_FORMAT.search(part) for part in inside) or any(map(_DEVICE.search, parts))
+    return 0 < len(inside) < len(parts) and not is_decided
+
+
+def _tests_weights(script: Script, flag: str, event: Event) -> bool:
+    """Whether a flag compares the dtype of a model or of its parameters: `is_bf16 = model.dtype == torch.bfloat16`."""
+    tests = script.outline.values(flag.removeprefix("not "), event.function)
+    left = tests[0].left if len(tests) == 1 and isinstance(tests[0], ast.Compare) else None
+    values = script.outline.values(left.id, event.function) if isinstance(left, ast.Name) else [left]
+    return len(values) == 1 and values[0] is not None and bool(_WEIGHTS.search(text_of(values[0])))
 
 
 def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
