@@ -30,6 +30,29 @@ class Runner:
                 self.optimizer.zero_grad()
             {log}
 """
+PARALLEL = """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+{model}
+net = Net(args).cuda()
+net = {wrap}
+scaler = GradScaler()
+for x in loader:
+    optimizer.zero_grad()
+    loss = net(x)
+    scaler.scale(loss.mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+OWN = """\
+class Net(torch.nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+"""
 LOGS = ["self.write_training_log(i)", "self.log_train_step(total_loss.item())", "plot_training(i)"]
 CALLS = ["self.train_part(x)", "update_all(x)", "self.strategy.run(i)"]
 
@@ -62,3 +85,10 @@ def test_a_scaler_that_is_used_is_accepted():
     assert "HS122" not in reported(
         right.replace("self.optimizer.step()", "scaler.step(self.optimizer); scaler.update()")
     )
+
+
+def test_a_model_that_data_parallel_runs_in_threads():
+    """Autocast has to be entered in the forward there; a forward of another file may do so, one of this file shows it."""
+    assert "HS134" in reported(PARALLEL.format(model="from models import Net\n", wrap="net"))
+    assert "HS134" not in reported(PARALLEL.format(model="from models import Net\n", wrap="torch.nn.DataParallel(net)"))
+    assert "HS134" in reported(PARALLEL.format(model=OWN, wrap="torch.nn.DataParallel(net)"))
