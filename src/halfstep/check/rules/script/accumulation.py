@@ -21,10 +21,8 @@ from halfstep.check.script.flow.divisions import (
     divided_by,
     divides_gradients,
     is_divided,
-    is_mean_of_batch,
+    is_mean,
     is_on_other_path,
-    is_own_mean,
-    is_size_of_batch,
     joins_cached,
     names_in,
     passed_to_loss,
@@ -306,9 +304,7 @@ class LossNotDivided(TraceRule):
             isinstance(n, ast.BinOp)
             and isinstance(n.op, ast.Div)
             and not isinstance(n.right, ast.Constant)
-            and not is_mean_of_batch(n, sizes)
-            and not is_own_mean(n)
-            and not is_size_of_batch(script, n, event)
+            and not is_mean(script, n, sizes, event)
             for n in nodes
         )
 

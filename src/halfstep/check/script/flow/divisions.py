@@ -31,10 +31,8 @@ __all__ = [
     "divided_by",
     "divides_gradients",
     "is_divided",
-    "is_mean_of_batch",
+    "is_mean",
     "is_on_other_path",
-    "is_own_mean",
-    "is_size_of_batch",
     "joins_cached",
     "names_in",
     "passed_to_loss",
@@ -217,7 +215,13 @@ def computed_apart(script: Script, a: Event, b: Event, loss: str) -> bool:
     return is_apart and all(loss in names for names in assigned)
 
 
-def is_own_mean(quotient: ast.BinOp) -> bool:
+def is_mean(script: Script, quotient: ast.BinOp, sizes: set[str], event: Event) -> bool:
+    """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
+    is_of_batch = _is_mean_of_batch(quotient, sizes) or _is_own_mean(quotient)
+    return is_of_batch or _is_size_of_batch(script, quotient, event)
+
+
+def _is_own_mean(quotient: ast.BinOp) -> bool:
     """Whether a quotient is a mean over what it divides: `(loss * mask).sum() / mask.sum()`, `sum(losses) / len(losses)`."""
     sized = {n.id for n in ast.walk(quotient.right) if isinstance(n, ast.Name)} - _FUNCTIONS
     is_sum = any(
@@ -226,7 +230,7 @@ def is_own_mean(quotient: ast.BinOp) -> bool:
     return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
 
 
-def is_mean_of_batch(quotient: ast.BinOp, sizes: set[str]) -> bool:
+def _is_mean_of_batch(quotient: ast.BinOp, sizes: set[str]) -> bool:
     """Whether a quotient is the mean over a micro-batch: `loss.sum() / batch_size`, the batch size of the loader."""
     return key_of(quotient.right).rsplit(".", 1)[-1] in sizes and text_of(quotient.left).endswith(".sum()")
 
@@ -251,7 +255,7 @@ def _is_quotient(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
 
 
-def is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
+def _is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
     """Whether a quotient is a mean over one micro-batch, `loss.sum() / mask.sum()`, or over the processes, `loss / world_size`.
 
     The number that it divides by is then computed in the iteration of the backward, not for a whole window.
