@@ -21,9 +21,9 @@ from halfstep.check.script.flow.divisions import (
     divided_by,
     divides_gradients,
     is_divided,
-    is_mean,
     is_on_other_path,
     joins_cached,
+    misses_window,
     names_in,
     passed_to_loss,
     split_sizes,
@@ -304,7 +304,7 @@ class LossNotDivided(TraceRule):
             isinstance(n, ast.BinOp)
             and isinstance(n.op, ast.Div)
             and not isinstance(n.right, ast.Constant)
-            and not is_mean(script, n, sizes, event)
+            and not misses_window(script, n, sizes, event)
             for n in nodes
         )
 

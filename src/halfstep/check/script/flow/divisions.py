@@ -31,9 +31,10 @@ __all__ = [
     "divided_by",
     "divides_gradients",
     "is_divided",
-    "is_mean",
     "is_on_other_path",
+    "is_own_mean",
     "joins_cached",
+    "misses_window",
     "names_in",
     "passed_to_loss",
     "split_sizes",
@@ -215,13 +216,7 @@ def computed_apart(script: Script, a: Event, b: Event, loss: str) -> bool:
     return is_apart and all(loss in names for names in assigned)
 
 
-def is_mean(script: Script, quotient: ast.BinOp, sizes: set[str], event: Event) -> bool:
-    """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
-    is_of_batch = _is_mean_of_batch(quotient, sizes) or _is_own_mean(quotient)
-    return is_of_batch or _is_size_of_batch(script, quotient, event)
-
-
-def _is_own_mean(quotient: ast.BinOp) -> bool:
+def is_own_mean(quotient: ast.BinOp) -> bool:
     """Whether a quotient is a mean over what it divides: `(loss * mask).sum() / mask.sum()`, `sum(losses) / len(losses)`."""
     sized = {n.id for n in ast.walk(quotient.right) if isinstance(n, ast.Name)} - _FUNCTIONS
     is_sum = any(
@@ -278,6 +273,12 @@ def _is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool
             return False
         texts += [text_of(b.value) for b in bound if b.value is not None]
     return any(map(_SIZES.search, texts))
+
+
+def misses_window(script: Script, quotient: ast.BinOp, sizes: set[str], event: Event) -> bool:
+    """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
+    is_of_batch = _is_mean_of_batch(quotient, sizes) or is_own_mean(quotient)
+    return is_of_batch or _is_size_of_batch(script, quotient, event)
 
 
 def passed_to_loss(script: Script, last: str, length: str) -> bool:
