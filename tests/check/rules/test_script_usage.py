@@ -359,7 +359,6 @@ def test_scaler_without_region_with_an_unused_import(create, count):
     [
         "model = build()\nmodel = model.cuda()",
         "model = resnet50()\nmodel = wrap(model)",
-        "model = torch.nn.DataParallel(net)",
     ],
 )
 def test_scaler_without_region_of_an_unknown_model(create):

@@ -88,6 +88,7 @@ class ScalerInLoop(TraceRule):
             steps = steps or ([event] if not scaler.key and _trains(script, scaler) else [])
             fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
             fresh = [e for e in fresh if not _is_replacement(script, e) and not e.inside("no_grad")]
+            fresh = [e for e in fresh if not _is_snapshot(trace, e, steps)]
             if not steps or fresh or self._first_time(event, name, steps) or _is_over_runs(script, event):
                 return None
             if not only_settings(script, event, steps[0]):
@@ -165,6 +166,13 @@ def _is_replacement(script: Script, event: Event) -> bool:
     return any(isinstance(b.value, (ast.Name, ast.Attribute)) for b in here)
 
 
+def _is_snapshot(trace: Trace, event: Event, steps: list[Event]) -> bool:
+    """Whether a copy is of the model that has been trained above: `best_model = copy.deepcopy(model)` after the steps."""
+    value = getattr(event.node, "value", None)
+    is_copy = isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in {"copy", "deepcopy"}
+    return is_copy and all(trace.index(step) < trace.index(event) for step in steps)
+
+
 class ScalerUnused(ScriptRule):
     """A GradScaler is created and never used."""
 
@@ -234,7 +242,7 @@ class ScalerUnused(ScriptRule):
 
 def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
     """Whether the script trains; the class of a `self.scaler` that is saved, which otherwise a derived class may use."""
-    backward = script.events("backward", "owned_backward")
+    backward = script.events("backward", "owned_backward", "opt_step")
     if saved and scaler.key.startswith("self."):
         return any(event.function.cls == scaler.function.cls for event in backward)
     return any(True for _ in backward)

@@ -23,11 +23,11 @@ from halfstep.check.script.flow.divisions import (
     divides_gradients,
     is_divided,
     is_on_other_path,
-    is_own_mean,
-    is_size_of_batch,
     joins_cached,
+    misses_window,
     names_in,
     passed_to_loss,
+    split_sizes,
     undivided_end,
     updated_by,
 )
@@ -147,7 +147,11 @@ class LossNotDivided(TraceRule):
                 f"the loss is divided by `{length}` only if `{text_of(test.test)}`: that of the micro-batch before the step is not",
                 instead=f"loss = loss / {length} for every micro-batch",
             )
-        if self._divided(script, last, event) or self._weighted(script, event) or divides_gradients(script.outline):
+        if (
+            self._divided(script, last, event)
+            or self._weighted(script, event, length)
+            or divides_gradients(script.outline)
+        ):
             return None
         if (
             _is_zero(script, event)
@@ -288,22 +292,19 @@ class LossNotDivided(TraceRule):
         ]
         return any(_NOMINAL.search(text_of(value)) for value in values if value is not None)
 
-    def _weighted(self, script: Script, event: Event) -> bool:
+    def _weighted(self, script: Script, event: Event, length: str) -> bool:
         """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         names |= {name for name in self._behind(script, event, rounds=1) if name.endswith("loss")}  # `loss * scale`
         bound = [b for name in names - {"", "self"} for b in bindings_before(script, name, event)]
         bound = [b for b in bound if not in_no_grad(script, b.node) and not is_on_other_path(script, b.node, event)]
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
-        sizes = batch_sizes(script)
+        sizes = batch_sizes(script) - split_sizes(script, length, event)
         return any(
             isinstance(n, ast.BinOp)
             and isinstance(n.op, ast.Div)
             and not isinstance(n.right, ast.Constant)
-            # `loss.sum() / batch_size` of the loader is the mean over a micro-batch.
-            and not (key_of(n.right).rsplit(".", 1)[-1] in sizes and text_of(n.left).endswith(".sum()"))
-            and not is_own_mean(n)
-            and not is_size_of_batch(script, n, event)
+            and not misses_window(script, n, sizes, event)
             for n in nodes
         )
 

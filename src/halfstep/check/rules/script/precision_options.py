@@ -17,7 +17,7 @@ from halfstep.check.script.syntax.names import chain, key_of
 
 __all__ = ["PRECISION_OPTION", "RULES"]
 
-PRECISION_OPTION = regex(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
+PRECISION_OPTION = regex(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half(?!_(?!prec))|float16|bfloat16|mixed_?precision|mixed(?!_(?!prec|train|mode|fp|bf|amp))|autocast|(4|8|16)_?bits?|fp8)(_|$)")  # fmt: skip
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
 _NAMED = (
     f"import torch\n{_HEAD}parser.add_argument('--mixed_precision', default='no', choices=['no', 'bf16'])\nargs = parser.parse_args()\n"

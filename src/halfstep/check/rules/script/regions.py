@@ -106,8 +106,9 @@ class ScalerWithoutAutocast(TraceRule):
         # A flag that switches the scaler, and that the model does not receive, switches no region of the model.
         is_switched = all(s.enabled != "yes" for s in scalers)
         is_told = not is_switched or any(is_configured(script, e.subject, e.function) for e in forwards)
-        if not is_plain and not was_forgotten(script) and is_told:
-            return None  # a model of another file may open a region in its forward
+        # A model of another file may open a region in its forward, where the threads of DataParallel need it.
+        if not is_plain and (script.has("wrap_dp") or (not was_forgotten(script) and is_told)):
+            return None
         return self.finding(
             script.where(event.node),
             f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32"

@@ -29,6 +29,7 @@ from halfstep.check.script.flow.scaler_condition import (
     is_always_float16,
     is_chosen_elsewhere,
     is_other_switch,
+    is_wider,
     omitted_float16,
 )
 from halfstep.check.script.flow.trace import Trace
@@ -38,7 +39,7 @@ from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -162,7 +163,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if between(trace, trace.index(opened), index, "scale"):
             return None  # `accelerator.backward(scaler.scale(loss))`
-        region = opened.regions[-1].autocasts[0]
+        region = _float16_region(opened)
         is_certain = all(a.dtype == "float16" for a in opened.regions[-1].autocasts)
         if not is_certain and _tests_format(region, opened, event):
             return None
@@ -247,7 +248,7 @@ class Fp16WithoutScaler(TraceRule):
         regions = opened.regions[-1].autocasts
         if is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
-        if not all(a.enabled == "yes" or _is_wider(a.enabled, g.text) for a in regions for g in decisive):
+        if not all(a.enabled == "yes" or is_wider(script, a.enabled, g.text, event) for a in regions for g in decisive):
             return None
         condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
         return self.finding(
@@ -275,7 +276,7 @@ class Fp16WithoutScaler(TraceRule):
                 "scaled: gradients below 6e-8 become zero",
                 instead=_SCALE,
             )
-        region = next(a for a in autocasts if "float16" in a.dtypes and a.enabled != "no")
+        region = _float16_region(opened)
         if _tests_format(region, opened, event):
             return None
         # At the region, where the dtype is chosen.
@@ -352,17 +353,15 @@ def _may_be_float16(script: Script, opened: Event) -> bool:
     return may_be and not any(is_misplaced(script.outline, a) for a in autocasts)
 
 
+def _float16_region(opened: Event) -> Autocast:
+    """The region of several that is in float16: `{"bf16": autocast(...), "fp16": autocast(...)}[args.precision]`."""
+    return next(a for a in opened.regions[-1].autocasts if "float16" in a.dtypes and a.enabled != "no")
+
+
 def _is_chosen(script: Script, region: Autocast) -> bool:
     """Whether a condition on a number format decides if a region is created."""
     tests = (n.test for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp))
     return any(_FORMAT.search(text_of(test)) for test in tests)
-
-
-def _is_wider(region: str, scaler: str) -> bool:
-    """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
-    parts = [last_name(part) for part in scaler.split(" and ")]
-    inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
-    return 0 < len(inside) < len(parts) and not any(_FORMAT.search(part) or _DEVICE.search(part) for part in parts)
 
 
 def _is_left_to_launcher(script: Script, engine: Engine) -> bool:

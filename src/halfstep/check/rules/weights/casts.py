@@ -13,6 +13,7 @@ from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, r
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.scaler_condition import spares_half_weights
 from halfstep.check.script.objects.adapters import adapted_casts
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
@@ -141,7 +142,7 @@ def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) 
             missing = [g for g in conditions - around if g.opposite in around or _NO_TRAINING.search(g.text)]
         else:
             missing = [g for g in conditions - around if is_amp(g) or _is_excluded(g, around)]
-        if not missing and not switched_off(script, step):
+        if not missing and not switched_off(script, step) and not spares_half_weights(script, step, scalers):
             return True
     return False
 
@@ -197,10 +198,10 @@ class HalfModelWithScaler(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts whose scaler steps their optimizer."""
-        if any("Sharded" in s.api for s in script.scalers):
-            return
+        # FSDP's scaler accepts float16 gradients; next to it, a plain one may be for runs without FSDP.
+        has_sharded = any("Sharded" in s.api for s in script.scalers)
         reported: set[int] = set()  # lines: an event may be another node of the same cast
-        for event in trained_casts(script, "float16", "scaler_step"):
+        for event in () if has_sharded else trained_casts(script, "float16", "scaler_step"):
             reported.add(script.where(event.node).line)
             yield self.finding(
                 script.where(event.node),
@@ -210,7 +211,8 @@ class HalfModelWithScaler(ScriptRule):
         for tie in (*script.training.by_optimizers, *_managed_ties(script)):
             cast = tie.cast
             if (
-                cast.formats == {"float16"}
+                not has_sharded
+                and cast.formats == {"float16"}
                 and script.where(cast.node).line not in reported
                 and _scaler_steps(script, tie)
             ):
@@ -225,7 +227,7 @@ class HalfModelWithScaler(ScriptRule):
                     f"when `{test}`, {subject(cast)} has float16 weights and the scaler is enabled: it raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
-            elif "float16" in cast.formats and script.where(cast.node).line not in reported:
+            elif not has_sharded and "float16" in cast.formats and script.where(cast.node).line not in reported:
                 ways = [guards for guards in float16_ways(script.outline, cast) if _scaler_steps(script, tie, guards)]
                 if ways:
                     reported.add(script.where(cast.node).line)
@@ -234,7 +236,8 @@ class HalfModelWithScaler(ScriptRule):
                         f"{condition_text(ways[0])}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                         instead=f"{remedy(script, cast)} and let autocast cast",
                     )
-        yield from self._by_default(script)
+        if not has_sharded:
+            yield from self._by_default(script)
 
     def _by_default(self, script: Script) -> Iterator[Finding]:
         """Models that are created under a float16 default dtype, in runs that step them through a scaler."""
@@ -265,10 +268,14 @@ def _enabling_test(script: Script, tie: Trained) -> str:
     for step in script.events("scaler_step"):
         if step.optimizer.rsplit(".", 1)[-1] not in optimizers or without_amp(step):
             continue
-        for scaler in scalers_at(script, step):
-            compared = _FLOAT16_TEST.fullmatch(scaler.enabled)
-            if compared is not None and compared[1] in names and scaler.function is tie.cast.function:
-                return scaler.enabled
+        for scaler in (s for s in scalers_at(script, step) if "Sharded" not in s.api):
+            created = conditions_of(script.outline, scaler.node)
+            texts = [scaler.enabled, *(g.text for g in created if g.is_true and scaler.enabled == "yes")]
+            tests = [text for text in texts if (test := _FLOAT16_TEST.fullmatch(text)) and test[1] in names]
+            here = conditions_of(script.outline, tie.cast.node)
+            if tests and scaler.function is tie.cast.function and possible(created, here):
+                others = [g for g in created if g.text not in tests and g not in here]
+                return " and ".join([tests[0], *(g.text if g.is_true else f"not {g.text}" for g in others)])
     return ""
 
 

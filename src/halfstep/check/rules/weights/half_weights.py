@@ -13,7 +13,8 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.casts import trained_casts
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.flow.order import is_amp, scalers_at
+from halfstep.check.script.flow.scaler_condition import spares_half_weights
 from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of
 from halfstep.check.script.objects.training import Trained
@@ -114,7 +115,8 @@ def _stepped_casts(script: Script) -> Iterator[Event]:
 def _is_stepped_plainly(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie steps by itself, not through a scaler or an engine that may keep master weights."""
     names = optimizer_names(script, tie.by)
-    if any(e.optimizer.rsplit(".", 1)[-1] in names for e in script.events("scaler_step")):
+    steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    if not all(spares_half_weights(script, e, scalers_at(script, e)) for e in steps):
         return False
     stepped = any(e.optimizer.rsplit(".", 1)[-1] in names for e in script.events("opt_step"))
     backs = list(script.events("backward"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Binding, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Outline
 
 __all__ = [
     "MAX_ASSIGNMENTS",
@@ -34,10 +35,11 @@ __all__ = [
     "is_divided_by_value",
     "is_on_other_path",
     "is_own_mean",
-    "is_size_of_batch",
     "joins_cached",
+    "misses_window",
     "names_in",
     "passed_to_loss",
+    "split_sizes",
     "undivided_end",
     "updated_by",
 ]
@@ -250,7 +252,32 @@ def is_own_mean(quotient: ast.BinOp) -> bool:
     return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
 
 
-def is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
+def _is_mean_of_batch(quotient: ast.BinOp, sizes: set[str]) -> bool:
+    """Whether a quotient is the mean over a micro-batch: `loss.sum() / batch_size`, the batch size of the loader."""
+    return key_of(quotient.right).rsplit(".", 1)[-1] in sizes and text_of(quotient.left).endswith(".sum()")
+
+
+def split_sizes(script: Script, length: str, event: Event) -> set[str]:
+    """The sizes that a number of micro-batches is computed from: `batch_size` of `batch_size // micro_batch_size`.
+
+    The window then is one batch of the loader, and a sum over a micro-batch divided by that size is a share of the mean.
+    """
+    parts: list[ast.AST] = []
+    with contextlib.suppress(SyntaxError):
+        parts.append(ast.parse(length, mode="eval"))
+    parts += [b.value for b in script.outline.lookup(length, event.function)[:MAX_BINDINGS] if b.value is not None]
+    quotients = [node for part in parts for node in ast.walk(part) if _is_quotient(node)]
+    # Of `total // batch_size // world_size` only `total` is split.
+    dividends = [list(ast.walk(q.left)) for q in quotients if isinstance(q, ast.BinOp)]
+    whole = [nodes for nodes in dividends if not any(map(_is_quotient, nodes))]
+    return {key_of(node).rsplit(".", 1)[-1] for nodes in whole for node in nodes} - {""}
+
+
+def _is_quotient(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
+
+
+def _is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
     """Whether a quotient is a mean over one micro-batch, `loss.sum() / mask.sum()`, or over the processes, `loss / world_size`.
 
     The number that it divides by is then computed in the iteration of the backward, not for a whole window.
@@ -273,6 +300,12 @@ def is_size_of_batch(script: Script, quotient: ast.BinOp, event: Event) -> bool:
             return False
         texts += [text_of(b.value) for b in bound if b.value is not None]
     return any(map(_SIZES.search, texts))
+
+
+def misses_window(script: Script, quotient: ast.BinOp, sizes: set[str], event: Event) -> bool:
+    """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
+    is_of_batch = _is_mean_of_batch(quotient, sizes) or is_own_mean(quotient)
+    return is_of_batch or _is_size_of_batch(script, quotient, event)
 
 
 def passed_to_loss(script: Script, last: str, length: str) -> bool:

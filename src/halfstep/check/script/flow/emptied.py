@@ -27,6 +27,10 @@ _PLAIN = frozenset({
 _REPORTS = frozenset({
     "print", "float", "str", "isnan", "isinf", "isfinite", "append", "accumulate", "no_sync", "unwrap_model",
 })  # fmt: skip
+# `write_training_log`, `save_train_images`, `plot_step`: what writes or draws does not train.
+_WRITES = regex(
+    r"^_?(log|write|print|report|record|save|plot|draw|dump)(_|$)|_(log|logs|logger|report)$", re.IGNORECASE
+)
 # Any way to clear gradients, or to start from new parameters.
 _CLEARS = regex(
     r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
@@ -78,7 +82,8 @@ def _name_of(call: ast.Call) -> str:
 
 def _computes(call: ast.Call) -> bool:
     """Whether a call may compute gradients, by its name."""
-    return _name_of(call) not in _PLAIN and bool(_COMPUTES.search(text_of(call.func)))
+    name = _name_of(call)
+    return name not in _PLAIN and not _WRITES.search(name) and bool(_COMPUTES.search(text_of(call.func)))
 
 
 def stepped_empty(script: Script, trace: Trace, index: int) -> Event | None:

@@ -77,9 +77,11 @@ class Event:
         return next((r for r in reversed(self.regions) if r.kind == kind), None)
 
     def autocast(self) -> Region | None:
-        """The active autocast region: the innermost, unless it is disabled."""
+        """The active autocast region: the innermost, unless it is disabled or set to float32, which lowers nothing."""
         region = self.inside("autocast")
         if region is None or any(a.enabled == "no" for a in region.autocasts):
+            return None
+        if region.autocasts and all(a.dtype == "float32" for a in region.autocasts):
             return None
         return region
 

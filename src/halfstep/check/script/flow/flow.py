@@ -364,12 +364,18 @@ class _Walk:
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
         is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
+        # `best_model_weights = copy.deepcopy(model.state_dict())` has tensors of the same model.
+        is_model = is_model and not any(_is_state(argument) for argument in (value, *value.args))
         is_optimizer = kind == "optimizer" and not _ABOUT_OPTIMIZER.search(last)
         if fresh and (is_optimizer or is_model):
             event = "set_optimizer" if is_optimizer else "set_model"
             self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
+
+
+def _is_state(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "state_dict"
 
 
 def _positional(target: Function) -> list[str]:

@@ -67,6 +67,8 @@ _PURE = {
     "torch.cuda.is_available(",
 }  # fmt: skip
 _AVAILABLE = regex(r"(^|\.)(is_\w*available|is_initialized|get_world_size|get_rank)\($")
+# Methods that only read a setting: `conf.get("clip")`, `device.startswith("cuda")`.
+_READS = regex(r"(^|\.)(startswith|endswith|lower|upper|strip|casefold)\($|\.get\($")
 AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = regex(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _ON_GPU = regex(r"cuda|available", re.IGNORECASE)
@@ -169,10 +171,19 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     names = _NAME.findall(re.sub(r"'[^']*'", "''", text))
     # `conf.get("clip", None)` reads a setting like `conf.clip`.
     calls = [name for name in names if name.endswith("(") and name not in _PURE]
-    if any(not name.endswith(".get(") and not _AVAILABLE.search(name) for name in calls):
+    if any(not _READS.search(name) and not _AVAILABLE.search(name) for name in calls):
         return False
+    # `device` of `device.startswith("cuda")`.
+    texts = {_READS.sub("", name).partition(".")[0] for name in calls if not name.endswith(".get(")} - {"", "self"}
     keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
-    return not any(_rebinds(script, key, event) for key in keys)
+    return not any(_rebinds(script, key, event) for key in keys | texts) and not any(
+        _assigns(loop, text) for text in texts for loop in _loops_of(script, event.node)
+    )
+
+
+def _assigns(loop: AnyLoop, name: str) -> bool:
+    """Whether a loop assigns a variable, also as a copy of an entry of its batch."""
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(loop))
 
 
 def _is_initial(script: Script, text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +13,25 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Omission", "is_always_float16", "is_chosen_elsewhere", "is_other_switch", "omitted_float16"]
+__all__ = [
+    "Omission",
+    "is_always_float16",
+    "is_chosen_elsewhere",
+    "is_other_switch",
+    "is_wider",
+    "omitted_float16",
+    "spares_half_weights",
+]
 
 _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
 _CUDA = regex(r"\bcuda\b")
 _DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
+_FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
+_WEIGHTS = regex(r"(model|net|module)\w*(\.|, ['\"])(torch_)?dtype\b|parameters\(\).*\.dtype$")
 _WRITTEN = {"torch.float16", "torch.half"}
 _MAX_DEPTH = 3  # variables between a scaler and the test that enables it
 Test = tuple[ast.expr, bool]  # an expression and the value it has where the scaler is enabled
@@ -39,6 +50,59 @@ def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) ->
     """The case in which a region computes in float16 and its scaler is disabled; None if the text shows none."""
     one = _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
     return one or _omitted_on_mps(script, scalers, opened)
+
+
+def spares_half_weights(script: Script, step: Event, scalers: Sequence[Scaler]) -> bool:
+    """Whether a scaler steps only weights that are not float16: `enabled=next(model.parameters()).dtype != torch.float16`."""
+    tests = [(guard.text, guard.is_true) for guard in step.guards]
+    tests += [(scalers[0].enabled, True)] if len({scaler.enabled for scaler in scalers}) == 1 else []
+    for text, is_true in tests:
+        with contextlib.suppress(SyntaxError):  # `except@12`
+            if _excludes_half(script, ast.parse(text, mode="eval").body, is_true, step.function):
+                return True
+    return False
+
+
+def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Function, depth: int = 0) -> bool:
+    """Whether a test with this value means that the dtype of a tensor is not float16."""
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _excludes_half(script, test.operand, not is_true, function, depth)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if is_true else ast.Or):
+        return any(_excludes_half(script, part, is_true, function, depth) for part in test.values)
+    if isinstance(test, ast.Name):
+        values = script.outline.values(test.id, function)
+        return len(values) == 1 and _excludes_half(script, values[0], is_true, function, depth + 1)
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return False
+    left, right = test.left, test.comparators[0]
+    values = script.outline.values(left.id, function) if isinstance(left, ast.Name) else [left]
+    if len(values) != 1 or not (isinstance(values[0], ast.Attribute) and values[0].attr == "dtype"):
+        return False
+    named = right.elts if isinstance(right, (ast.Set, ast.Tuple, ast.List)) else [right]
+    has_half = any(text_of(name) in _WRITTEN for name in named)
+    is_equal = isinstance(test.ops[0], (ast.Eq, ast.Is, ast.In)) == is_true
+    return all(text_of(name).startswith("torch.") for name in named) and has_half != is_equal
+
+
+def is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
+    """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
+    parts = [last_name(part) for part in scaler.split(" and ")]
+    inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
+    other = [part for part in parts if part not in inside]
+    # A number format may decide both, but not that of the weights: autocast lowers bfloat16 weights to float16 as well.
+    is_decided = any(_FORMAT.search(part) and not _tests_weights(script, part, event) for part in other)
+    is_decided = is_decided or any(_FORMAT.search(part) for part in inside) or any(map(_DEVICE.search, parts))
+    return 0 < len(inside) < len(parts) and not is_decided
+
+
+def _tests_weights(script: Script, flag: str, event: Event) -> bool:
+    """Whether a flag compares the dtype of a model or of its parameters: `is_bf16 = model.dtype == torch.bfloat16`."""
+    tests = script.outline.values(flag.removeprefix("not "), event.function)
+    left = tests[0].left if len(tests) == 1 and isinstance(tests[0], ast.Compare) else None
+    values = script.outline.values(left.id, event.function) if isinstance(left, ast.Name) else [left]
+    return len(values) == 1 and values[0] is not None and bool(_WEIGHTS.search(text_of(values[0])))
 
 
 def is_always_float16(script: Script, opened: Event, flag: str) -> bool:

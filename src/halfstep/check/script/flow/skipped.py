@@ -72,7 +72,7 @@ def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False)
             return None  # `finally` runs after `return` too
         block = next((b for b in blocks_of(parent) if node in b), [])
         rest = block[block.index(node) + (node is not start) :] if block else []
-        tests = [s for s in rest if isinstance(s, ast.If) and isinstance(s.body[-1], leave)]
+        tests = [test for s in rest if isinstance(s, ast.If) for test in _leaving(script, s, leave, event)]
         for test in tests[:MAX_TESTS]:
             if _is_skip(script, test, event, above[-1], is_any=is_any and in_loop):
                 return test
@@ -80,6 +80,19 @@ def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False)
             return None
         node = parent
     return None
+
+
+def _leaving(script: Script, test: ast.If, leave: type[ast.stmt], event: Event) -> Iterator[ast.If]:
+    """The tests whose branch leaves the iteration: one itself, and those inside it, `if step > warmup: if norm > limit: continue`."""
+    if isinstance(test.body[-1], leave):
+        yield test
+        return
+    if any(is_amp((name, True)) for name in _names(test.test)):
+        return
+    for block in (test.body, test.orelse):
+        for i, inner in enumerate(block):
+            if isinstance(inner, ast.If) and not _touches(script, [test.test, *block[:i]], event):
+                yield from _leaving(script, inner, leave, event)
 
 
 def find_branch(script: Script, event: Event, depth: int, updates: list[Event]) -> ast.If | None:
