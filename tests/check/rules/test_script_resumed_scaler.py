@@ -56,12 +56,12 @@ def test_a_checkpoint_may_be_of_a_run_with_another_setting(flag, test, state, ex
     [
         ("bfloat_enabled", "bfloat16", [5]),
         ("use_bfloat", "bfloat16", [5]),
-        ("use_float16", "bfloat16", []),
+        ("use_float16", "bfloat16", [5]),
         ("use_half", "float16", []),
     ],
 )
-def test_a_flag_that_is_called_after_bfloat_is_for_bfloat16(flag, dtype, expected):
-    """HS120 where the flag of the scaler names bfloat16, with or without the number."""
+def test_a_flag_that_enables_bfloat16_is_for_bfloat16(flag, dtype, expected):
+    """HS120 where the flag of the scaler switches a bfloat16 region on, whatever it is called."""
     text = RESUMED.format(flag=flag, option="low", test=flag, state=STATE, dtype=dtype)
     assert [f.line for f in findings(text, "HS120")] == expected
 

@@ -53,7 +53,7 @@ class QueryNotCalled(ScriptRule):
     )
     good = (
         "import torch\n\ndtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16\n",
-        "import torch\n\nsupported = torch.cuda.is_bf16_supported\ndtype = torch.bfloat16 if supported() else torch.float16\n",
+        "import torch\n\nsupported = torch.cuda.is_bf16_supported\ndtype = torch.bfloat16 if supported(including_emulation=False) else torch.float16\n",
         "import torch\n\nif hasattr(torch.cuda, 'is_bf16_supported') and torch.cuda.is_bf16_supported(including_emulation=False):\n    print('bf16')\n",
     )
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html",)
