@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
-from halfstep.check.files.python import parse_python
+from halfstep.check.files.python import parse_python, place_of
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
@@ -296,7 +296,7 @@ def failure(source: Source, component: str, error: Exception) -> Finding:
 
 def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     """The finding for Python that does not parse."""
-    where = source.place(max(error.lineno or 1, 1), max(error.offset or 1, 1))
+    where = source.place(*place_of(error))
     # Name the version that parsed it: newer syntax is not a mistake in the file.
     version, detail = f"{sys.version_info[0]}.{sys.version_info[1]}", error.msg.rstrip(".?!")
     advice = "If it is valid in a newer Python, run Halfstep with that version."

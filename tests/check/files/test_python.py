@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from halfstep.check.files.python import parse_python, to_older_syntax
+from halfstep.check.files.python import parse_python, place_of, to_older_syntax
 
 NEWER = (
     'print(f"{row["loss"]:.3f} {x}")\n',
@@ -82,3 +82,21 @@ def test_a_text_that_parses_is_not_rewritten() -> None:
     """The interpreter's own reading comes first."""
     text = 'print(f"{row["loss"]}")\n'
     assert ast.dump(parse_python(text)) == ast.dump(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('import torch\nscaler = torch.amp.Grad\\\nScaler(\\"cuda")\n', (3, 8)),
+        ("x = 1\ny = )\n", (2, 5)),
+        ("x = (\n", (1, 5)),
+        ("def f(:\n", (1, 7)),
+    ],
+)
+def test_the_place_of_an_error_is_in_the_text(text: str, place: tuple[int, int]) -> None:
+    """Lines that a backslash joins have columns of their own."""
+    with pytest.raises(SyntaxError) as caught:
+        parse_python(text)
+    line, column = place_of(caught.value)
+    assert (line, column) == pytest.approx(place, abs=1)  # interpreters differ by a character
+    assert column <= len(text.split("\n")[line - 1]) + 1

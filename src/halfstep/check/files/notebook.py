@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep.check.files.problems import SyntaxFault, TooDeep
+from halfstep.check.files.python import place_of
 from halfstep.check.files.repair import blank, parse_error, without_magics
 from halfstep.check.files.source import Cell, Origin
 from halfstep.check.finding import Edit, Finding, Place
@@ -205,9 +206,9 @@ def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
     if magic not in _PYTHON_MAGICS:
         return blank(shown), None
     detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
-    line, column = (error.lineno or 1, error.offset or 1) if isinstance(error, SyntaxError) else (1, 1)
+    line, column = place_of(error) if isinstance(error, SyntaxError) else (1, 1)
     message = f"Cell {number} is not valid Python ({detail}); it was not checked."
-    return blank(shown), Fault(number, max(line, 1), max(column, 1), message)
+    return blank(shown), Fault(number, line, column, message)
 
 
 def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:

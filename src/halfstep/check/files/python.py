@@ -21,7 +21,7 @@ import re
 
 from halfstep.check.regex import regex
 
-__all__ = ["parse_python", "to_older_syntax"]
+__all__ = ["parse_python", "place_of", "to_older_syntax"]
 
 _TOKEN = regex(
     r"""(?P<comment>\#[^\n]*)
@@ -48,6 +48,13 @@ def parse_python(text: str, name: str = "<text>") -> ast.Module:
             return ast.parse(rewritten, filename=name)
         except (SyntaxError, ValueError):
             raise error from None
+
+
+def place_of(error: SyntaxError) -> tuple[int, int]:
+    """The line and column of a syntax error; Python counts the column from the first of several lines that backslashes join."""
+    line, column = max(error.lineno or 1, 1), max(error.offset or 1, 1)
+    before = (error.text or "").rstrip("\n")[: column - 1]
+    return line, column - (before.rfind("\n") + 1)
 
 
 def to_older_syntax(text: str) -> str:
