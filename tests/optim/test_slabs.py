@@ -221,7 +221,7 @@ def test_the_planner_counts_the_same_allocations():
 
 @pytest.mark.gpu
 def test_slabs_lose_less_than_separate_entries(monkeypatch):
-    """Allocated bytes of an optimizer's states are within 1 % of those requested."""
+    """Allocated bytes of an optimizer's states are within 1 % of those requested, and nearer than those of separate entries."""
 
     def lost():
         params = [nn.Parameter(torch.zeros(360_000 + 1000 * i, device="cuda", dtype=torch.bfloat16)) for i in range(60)]
@@ -239,4 +239,5 @@ def test_slabs_lose_less_than_separate_entries(monkeypatch):
 
     gathered = lost()
     monkeypatch.setattr(slabs, "DEVICE_TYPES", frozenset())
-    assert gathered < 0.01 < lost()
+    separate = lost()
+    assert gathered < min(0.01, separate)

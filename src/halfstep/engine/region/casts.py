@@ -5,8 +5,7 @@ times in a step, between kernels that take less time on a GPU than a line of Pyt
 
 fp16 and cubes. `x ** 3` passes 65504 from |x| = 40 on, but cubes in models are those of the tanh form of GELU, on tensors
 four times as wide as the model: with fp32 results GPT-2 loses most of what 16-bit weights gain. There an inf is right: the
-tanh of it is 1, as of any number above 9. Only torch's gradient is not, `0 * 3 * x**2`, because x**2 is inf from 256 on.
-So a cube in fp16 gives fp16, with a gradient that multiplies from the left.
+tanh of it is 1, as of any number above 9. So a cube in fp16 gives fp16, with a gradient of our own (`gradients.py`).
 
 The square of a ReLU (`relu(x) ** 2`, an activation too) is also as wide as the network, and goes into a product that rounds it to
 fp16 anyway: CAFormer in fp16 with fp32 squares has 0.77 of the pure model's speed. It gives fp16 as well. Other squares are
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfstep.engine.region.gradients import Cube, QuotientInPlace, can_differentiate
 from halfstep.engine.region.rule import is_observed, record_16_bits
 from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
@@ -178,10 +178,10 @@ def _in_range(operation: Any, device_type: str) -> Run:
         if torch.get_autocast_dtype(device_type) is not torch.float16:
             return as_it_is(args, kwargs)
         if is_power and args[1] == _CUBE and args[0].dtype is torch.float16:
-            if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - torch.func has no public test
-                return as_it_is(args, kwargs)  # it cannot transform a function from in here
+            if not can_differentiate():
+                return as_it_is(args, kwargs)
             record_16_bits("pow")
-            return _Cube.apply(args[0])  # type: ignore[no-untyped-call]
+            return Cube.apply(args[0])  # type: ignore[no-untyped-call]
         if is_power and args[1] == _SQUARE and _is_relu(args[0]):
             return as_it_is(args, kwargs)
         return in_fp32(args, kwargs)
@@ -219,13 +219,17 @@ def _broadcast_back(operation: Any, device_type: str) -> Run:
 
 
 def _quotient(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the signature of all
-    call = DIVISIONS[operation.overloadpacket.__name__]
+    base = operation.overloadpacket.__name__
+    call, in_place = DIVISIONS[base], base.endswith("_")
 
     def run(args: Any, kwargs: Any) -> Any:  # noqa: ARG001 - the signature of all
         x, by = args
-        if _is_factor(by) and isinstance(x, Tensor) and x.dtype is torch.bfloat16 and _is_smaller(by, x):
-            record_16_bits("div by a smaller fp32 tensor")
-            by = by.to(torch.bfloat16)
+        if _is_factor(by) and isinstance(x, Tensor) and x.dtype in DTYPES_16_BIT and _is_smaller(by, x):
+            if x.dtype is torch.bfloat16:
+                record_16_bits("div by a smaller fp32 tensor")
+                by = by.to(torch.bfloat16)
+            elif in_place and can_differentiate():
+                return QuotientInPlace.apply(x, by)  # type: ignore[no-untyped-call]
         return call(x, by)
 
     return run
@@ -272,20 +276,6 @@ def _is_relu(x: Tensor) -> bool:
 
 def _arguments(operation: Any) -> list[str]:
     return [a.name for a in operation._schema.arguments]  # noqa: SLF001 - the public name is newer
-
-
-class _Cube(torch.autograd.Function):
-    """x ** 3 whose gradient has no power of x in it that could be inf where the gradient is 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**_CUBE
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x: Tensor = ctx.saved_tensors[0]
-        return grad * x * x * _CUBE
 
 
 # --- dtypes ---------------------------------------------------------------------------------------------------------
