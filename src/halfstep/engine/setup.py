@@ -40,6 +40,7 @@ from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.compiling import GRAPH_MODES
 from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.recompute import check_recomputable, check_recompute, recompute_blocks, recompute_row
+from halfstep.engine.region.inputs import round_inputs_once
 from halfstep.engine.region.residual import check_residual, residual_row, widen_residual
 from halfstep.engine.region.tables import recognise_tables
 from halfstep.engine.repeats import repeated_blocks
@@ -174,6 +175,7 @@ def convert_model(module: nn.Module, policy: Policy, undo: contextlib.ExitStack)
     undo.callback(uncast_forwards, module)
     if policy.is_lean:
         widen_residual(module, policy, undo)
+        round_inputs_once(module, policy, undo)
         undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
     return masters
 
