@@ -22,7 +22,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
 from halfstep.check.regex import regex
-from halfstep.check.registry import PER_VALUE, Group, rules_of, words_of_rules
+from halfstep.check.registry import PER_VALUE, Group, find_rule, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.script.syntax.words import contains_any
 from halfstep.check.select import Selection
@@ -172,6 +172,7 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
     in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if applies else ()
     if script.about:
         in_script += tuple(_per_value(script, in_script, preview=preview))
+        in_script += tuple(_in_runs(script, in_script))
     raising = lines_that_raise(tree, source.text) if in_script and source.language == "python" else []
     for finding in in_script:
         if not any(finding.line in lines for lines in raising):
@@ -200,6 +201,27 @@ def _per_value(script: Script, already: tuple[Finding, ...], *, preview: bool) -
                 reported.add((finding.code, finding.cell, finding.line))
                 # The fix would be right for this value only.
                 yield replace(finding, message=f"with {assumption}, {finding.message}", fix=None)
+
+
+def _in_runs(script: Script, already: tuple[Finding, ...]) -> Iterator[Finding]:
+    """The mistakes that simulated runs of the script show, of rules that report nothing in it."""
+    from halfstep.check.simulation.simulate import mishaps, trains
+
+    text = script.source.text
+    if not trains(text):
+        return
+    reported = {f.code for f in already}
+    lines = {(f.cell, f.line) for f in already if f.severity == "error"}
+    try:
+        for mishap in mishaps(parse_python(text, script.source.path), script.outline.names.table):
+            where, rule = script.where(mishap.node), find_rule(mishap.code)
+            near = {(where.cell, where.line + offset) for offset in range(-NEAR, NEAR + 1)}
+            if rule is not None and mishap.code not in reported and lines.isdisjoint(near):
+                yield rule.finding(where, mishap.message, instead=mishap.instead)
+    except (RecursionError, MemoryError):
+        return  # the rules have read it
+    except Exception as error:
+        yield failure(script.source, "The simulation of runs", error)
 
 
 def _in_config(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:

@@ -1,0 +1,210 @@
+"""What torch's scaler and optimizers do with the gradients of a simulated run, and the mistakes that this shows.
+
+A GradScaler stores for each optimizer whether its gradients were unscaled and whether it stepped, until `update` clears both;
+an optimizer without either makes `update` raise. Gradients are a list of backward passes: which models each reached, with which scale.
+An optimizer's are those since it was cleared. Where code of another file may have cleared or scaled something, nothing is
+reported until the next call of the script that settles it.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from halfstep.check.simulation.values import Optimizer, Scaler, Tensor
+
+__all__ = ["Gradients", "Mishap", "Raised"]
+
+
+class Raised(Exception):  # noqa: N818 - the script's, not ours
+    """The script raises."""
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """A mistake in a run: the rule, the place and what happens."""
+
+    code: str
+    node: ast.AST
+    message: str
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class _Backward:
+    loss: Tensor
+    node: ast.AST
+    number: int
+
+
+class Gradients:
+    """The gradients of one run."""
+
+    def __init__(self) -> None:
+        self.mishaps: list[Mishap] = []
+        self.backwards: list[_Backward] = []
+        self.optimizers: list[Optimizer] = []
+        self.scalers: list[Scaler] = []
+        self.is_sure = True  # no code of another file may have run a backward pass or a step so far
+        self.is_partial = False  # some parameters may have no gradients
+        self.skips = 0  # how often the run left an iteration or function early
+        self._skips_at: dict[tuple[Scaler, Optimizer], int] = {}
+
+    # --- what a script calls --------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, node: ast.AST) -> None:
+        """A backward pass."""
+        self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
+
+    def clear(self, models: frozenset[str] | None, optimizer: Optimizer | None = None) -> None:
+        """Gradients of an optimizer, or of models, are cleared."""
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            if optimizer is not None or self._is_alone(each) or self._has(each, models):
+                each.cleared, each.is_sure = len(self.backwards), True
+            elif each.models is None or models is None:
+                each.is_sure = False
+
+    def unscale(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
+        """`scaler.unscale_(optimizer)` of an enabled scaler."""
+        self._meet(optimizer)
+        if optimizer in scaler.unscaled and scaler.is_sure and optimizer.is_sure:
+            self._unscaled_twice(scaler, optimizer, node)
+        scaler.unscaled[optimizer] = node
+        self._skips_at[scaler, optimizer] = self.skips
+        optimizer.unscaled = len(self.backwards)
+
+    def _unscaled_twice(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
+        name = scaler.key
+        if optimizer in scaler.stepped:
+            self._add("HS105", node, f"`unscale_` is called after `{name}.step` and before `{name}.update()`, which raises RuntimeError", f"unscale before {name}.step")  # fmt: skip
+        elif self.skips > self._skips_at.get((scaler, optimizer), 0):
+            self._add("HS112", scaler.unscaled[optimizer], f"an iteration can end between this `unscale_` and `{name}.update()`: the next `unscale_` raises RuntimeError", f"call {name}.update() before leaving the iteration")  # fmt: skip
+        elif len(self.backwards) > optimizer.unscaled:
+            self._add("HS106", node, f"gradients are unscaled again before `{name}.update()`: the second `unscale_` of a window raises RuntimeError", "unscale once, on the micro-batch that steps")  # fmt: skip
+        else:
+            self._add("HS105", node, f"the gradients of `{optimizer.key}` are unscaled twice, which raises RuntimeError", "call unscale_ once")  # fmt: skip
+
+    def scaler_step(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
+        """`scaler.step(optimizer)` of an enabled scaler."""
+        self._meet(optimizer)
+        name, parts = scaler.key, self._parts(optimizer)
+        if optimizer in scaler.stepped and scaler.is_sure:
+            self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
+        elif parts is not None and scaler.is_sure:
+            self._judge_parts(scaler, optimizer, parts, node)
+        scaler.stepped[optimizer] = node
+
+    def _judge_parts(self, scaler: Scaler, optimizer: Optimizer, parts: list[_Backward], node: ast.AST) -> None:
+        name = scaler.key
+        own = [p for p in parts if p.loss.scaler is scaler]
+        if not parts:
+            if optimizer not in scaler.unscaled and self.is_sure and self.backwards:
+                self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
+        elif bare := [p for p in parts if p.loss.scaler is None]:
+            if self.is_sure and all(p.loss.models is not None for p in bare):
+                self._add("HS102", bare[0].node, f"this loss is not scaled, but `{name}.step` divides its gradients by the scale", f"write {name}.scale(loss).backward()")  # fmt: skip
+        elif any(p.loss.version != scaler.version for p in own) and optimizer not in scaler.unscaled:
+            self._add("HS108", node, f"`{name}.update()` runs between a backward and this step: some of these gradients have another scale than the one they are divided by", f"call {name}.update() once, after the last step; clear gradients before")  # fmt: skip
+        elif late := [p for p in own if optimizer in scaler.unscaled and p.number > optimizer.unscaled]:
+            self._add("HS108", late[0].node, f"this backward adds scaled gradients to those that `unscale_` has divided; `{name}.step` does not divide them", "unscale after the last backward")  # fmt: skip
+
+    def update(self, scaler: Scaler, node: ast.AST) -> None:
+        """`scaler.update()` of an enabled scaler."""
+        name = scaler.key
+        if not scaler.unscaled and not scaler.stepped and scaler.is_sure and self.is_sure:
+            waiting = any(self._parts(o) for o in self.optimizers) or (self.backwards and not self.optimizers)
+            self._add("HS107" if waiting else "HS115", node, f"`{name}.update()` can run without a `step` before it: it raises AssertionError, because no gradients were checked for inf", f"call {name}.update() only after {name}.step")  # fmt: skip
+        scaler.version += 1
+        scaler.unscaled.clear()
+        scaler.stepped.clear()
+        scaler.is_sure = True
+
+    def step(self, optimizer: Optimizer, node: ast.AST) -> None:
+        """`optimizer.step()`, or a step of a disabled scaler."""
+        self._meet(optimizer)
+        parts = self._parts(optimizer)
+        if parts is None:
+            return
+        scaled = [p for p in parts if p.loss.scaler is not None]
+        halves = [p for p in parts if p.loss.half and p.loss.scaler is None and self._computes(p.loss.halved, optimizer)]
+        if scaled and not self._is_unscaled(optimizer):
+            key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
+            self._add("HS103", node, f"`{optimizer.key}` steps on gradients that are multiplied by the scale of `{key}`", f"call {key}.step({optimizer.key})")  # fmt: skip
+        elif halves and len(halves) == len(parts):
+            place = halves[0].loss.region or halves[0].node
+            self._add("HS123", place, "float16 autocast computes the loss, and a run steps on its gradients without a GradScaler: small gradients become 0", "scale the loss, or use bfloat16")  # fmt: skip
+
+    def clip(self, models: frozenset[str] | None, optimizer: Optimizer | None, node: ast.AST) -> None:
+        """Gradients of an optimizer, or of models, are clipped."""
+        for each in self.optimizers if optimizer is None else [optimizer]:
+            if optimizer is None and not self._is_alone(each) and not self._has(each, models):
+                continue
+            parts = self._parts(each)
+            scaled = [p for p in parts or () if p.loss.scaler is not None and p.loss.scaler.is_sure]
+            if scaled and not self._is_unscaled(each):
+                key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
+                self._add("HS104", node, f"gradients of `{each.key}` are clipped while they are multiplied by the scale of `{key}`", f"call {key}.unscale_({each.key}) before clipping")  # fmt: skip
+
+    def missing(self, name: str, node: ast.AST, place: ast.AST) -> None:
+        """A scaler is used in a run that has not created it."""
+        line = getattr(place, "lineno", 0)
+        self._add("HS176", node, f"`{name}` is created under a condition (line {line}), and this line can run without it, which raises AttributeError", "create it always, with `enabled=`")  # fmt: skip
+
+    # --- what code of another file may have done -----------------------------------------------------------------------
+
+    def lose(self, optimizer: Optimizer | None = None, scaler: Scaler | None = None) -> None:
+        """Code of another file has an optimizer or a scaler, or all of them."""
+        everything = optimizer is None and scaler is None
+        for each in self.optimizers if everything else [optimizer] if optimizer is not None else []:
+            each.is_sure = False
+        for one in self.scalers if everything else [scaler] if scaler is not None else []:
+            one.is_sure = False
+        if everything:
+            self.is_sure = False
+
+    def forget(self) -> None:
+        """Other code may run now, between two calls of a method."""
+        for optimizer in self.optimizers:
+            optimizer.is_sure = False
+        for scaler in self.scalers:
+            scaler.is_sure = scaler.is_sure and not scaler.unscaled and not scaler.stepped
+
+    # --- queries --------------------------------------------------------------------------------------------------------
+
+    def _parts(self, optimizer: Optimizer) -> list[_Backward] | None:
+        """The backward passes whose sum an optimizer's gradients are; None: not known."""
+        if not optimizer.is_sure:
+            return None
+        recent = [b for b in self.backwards if b.number > optimizer.cleared]
+        if self._is_alone(optimizer):
+            return recent
+        if self.is_partial or optimizer.models is None or any(b.loss.models is None for b in recent):
+            return None
+        return [b for b in recent if b.loss.models and _overlap(b.loss.models, optimizer.models)]
+
+    def _computes(self, halved: frozenset[str], optimizer: Optimizer) -> bool:
+        """Whether one of these models may be the optimizer's."""
+        return optimizer.models is None or _overlap(halved, optimizer.models)
+
+    def _is_alone(self, optimizer: Optimizer) -> bool:
+        return all(other is optimizer for other in self.optimizers)
+
+    def _has(self, optimizer: Optimizer, models: frozenset[str] | None) -> bool:
+        return bool(optimizer.models and models and _overlap(optimizer.models, models))
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        return any(optimizer in scaler.unscaled for scaler in self.scalers)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+
+    def _add(self, code: str, node: ast.AST, message: str, instead: str) -> None:
+        self.mishaps.append(Mishap(code, node, message, instead))
+        if "raises" in message:
+            raise Raised
+
+
+def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
+    """Whether two sets of models have one in common, or a part of one."""
+    return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in first for b in second)

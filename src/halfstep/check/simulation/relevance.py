@@ -1,0 +1,165 @@
+"""Which statements of a script matter to what its scaler and optimizers do."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+
+from halfstep.check.regex import regex
+
+__all__ = ["Relevance"]
+
+_EVENTS = {
+    "backward", "step", "update", "unscale_", "scale", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
+    "autocast", "GradScaler", "manual_backward", "scale_loss", "requires_grad_",
+}  # fmt: skip
+_NOT_AN_EVENT = regex(r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress")
+_LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def _last(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _is_event(call: ast.Call) -> bool:
+    name = _last(call.func)
+    if name not in _EVENTS:
+        return False
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return not (name in {"step", "update", "scale"} and _NOT_AN_EVENT.search(owner.lower()))
+
+
+class Relevance:
+    """Answers for one syntax tree."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        functions: dict[str, list[ast.AST]] = {}
+        called: dict[ast.AST, set[str]] = {}
+        self._acting: set[str] = set()
+        self._last_statements = {n.body[-1] for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.setdefault(node.name, []).append(node)
+                calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+                called[node] = {_last(c.func) for c in calls}
+                if any(map(_is_event, calls)):
+                    self._acting.add(node.name)
+        for _ in range(6):  # depth of calls
+            more = {name for name, nodes in functions.items() if any(called[n] & self._acting for n in nodes)}
+            if more <= self._acting:
+                break
+            self._acting |= more
+        self._functions = functions
+        self._live = self._names_that_decide(tree)
+
+    def _names_that_decide(self, tree: ast.Module) -> set[str]:
+        """The names that conditions and calls of what acts read."""
+        live: set[str] = set()
+        for node in ast.walk(tree):
+            parts: list[ast.AST] = []
+            if isinstance(node, ast.If | ast.While) and self.acts(node):
+                parts = [node.test]
+            elif isinstance(node, ast.IfExp):
+                parts = [node.test]
+            elif isinstance(node, ast.Call) and (_is_event(node) or _last(node.func) in self._acting):
+                parts = [node]
+            elif isinstance(node, ast.withitem):
+                parts = [node.context_expr]
+            for part in parts:
+                live |= {n.id for n in ast.walk(part) if isinstance(n, ast.Name)}
+                live |= {n.attr for n in ast.walk(part) if isinstance(n, ast.Attribute)}
+        return live - {"self", "torch", "args", "cfg", "config"}
+
+    @lru_cache(maxsize=None)  # noqa: B019 - one object per script
+    def acts(self, node: ast.AST) -> bool:
+        """Whether a backward pass, a step or the like can run in it."""
+        calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
+        return any(_is_event(call) or _last(call.func) in self._acting for call in calls)
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def matters(self, node: ast.AST) -> bool:
+        """Whether it acts, leaves, or assigns what decides."""
+        if self.acts(node):
+            return True
+        if any(isinstance(n, _LEAVES) for n in ast.walk(node)):
+            return True
+        return any(key.rpartition(".")[2] in self._live for key in self.assigned(node))
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def assigned(self, node: ast.AST) -> tuple[str, ...]:
+        """The variables that it assigns, as `name` or `self.name`."""
+        keys = []
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                keys.append(inner.id)
+            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and isinstance(inner.value, ast.Name):
+                keys.append(f"{inner.value.id}.{inner.attr}")
+            elif isinstance(inner, ast.FunctionDef | ast.ClassDef):
+                keys.append(inner.name)
+        return tuple(dict.fromkeys(keys))
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def contains_training_loop(self, node: ast.For | ast.AsyncFor | ast.While) -> bool:
+        """Whether a loop in it, or in what it calls, trains."""
+        for inner in ast.walk(node):
+            if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.acts(inner):
+                return True
+            if isinstance(inner, ast.Call) and (name := _last(inner.func)) in self._acting:
+                for function in self._functions.get(name, ()):
+                    if any(isinstance(n, ast.For | ast.While) and self._has_event(n) for n in ast.walk(function)):
+                        return True
+        return False
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def _has_event(self, node: ast.AST) -> bool:
+        return self.acts(node)
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def locals_of(self, function: ast.AST) -> frozenset[str]:
+        """The names that a function assigns."""
+        body = function.body if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        return frozenset(key for part in body for key in self.assigned(part) if "." not in key)
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def yields(self, function: ast.AST) -> bool:
+        """Whether it is a generator."""
+        stack: list[ast.AST] = list(function.body) if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, ast.Yield | ast.YieldFrom):
+                return True
+            if not isinstance(node, _FUNCTIONS):
+                stack += ast.iter_child_nodes(node)
+        return False
+
+    @lru_cache(maxsize=None)  # noqa: B019
+    def scaler_attributes(self, cls: ast.ClassDef) -> dict[str, ast.AST]:
+        """The attributes that a class assigns a new scaler to, and where."""
+        places: dict[str, ast.AST] = {}
+        for node in ast.walk(cls):
+            if isinstance(node, ast.Assign) and "GradScaler" in ast.unparse(node.value):
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute):
+                        places.setdefault(target.attr, node)
+        return places
+
+    def acts_now(self, statement: ast.stmt) -> bool:
+        """Whether running a statement of the module acts: not if it only defines."""
+        return not isinstance(statement, _FUNCTIONS) and self.acts(statement)
+
+    def is_top_level(self, function: ast.AST, tree: ast.Module) -> bool:
+        """Whether a function is the module's, or a method of a class of the module."""
+        return any(s is function or (isinstance(s, ast.ClassDef) and function in s.body) for s in tree.body)
+
+    def is_last(self, node: ast.Return) -> bool:
+        """Whether a `return` is the last statement of its function."""
+        return node in self._last_statements
+
+    def is_acting(self, name: str) -> bool:
+        """Whether a function of the script with this name acts."""
+        return name in self._acting
+
+    def functions(self) -> list[ast.AST]:
+        """All functions and methods that act."""
+        return [node for name in self._functions if name in self._acting for node in self._functions[name]]

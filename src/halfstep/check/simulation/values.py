@@ -1,0 +1,198 @@
+"""What the variables of a simulated script have as values.
+
+Numbers, strings, None, lists, tuples and dictionaries are Python's own. Everything that a script gets from elsewhere is
+`Unknown`: a setting from a command line, a batch, the result of another file's function. An `Unknown` has a key, and what is
+read from it twice has the same key twice (`args.fp16`), so that a path that decided once that it is true decides so again.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "Autocast",
+    "Class",
+    "Env",
+    "Func",
+    "Instance",
+    "Library",
+    "Negated",
+    "NoGrad",
+    "Optimizer",
+    "Params",
+    "Partial",
+    "Scaler",
+    "Tensor",
+    "Test",
+    "Unknown",
+    "is_plain",
+]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that the text does not decide; equal keys mean the same value."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Test:
+    """A comparison of an unknown value with one of Python's own."""
+
+    key: str
+    operator: str  # "is", "==", "<", ...
+    other: Any
+
+    @property
+    def question(self) -> str:
+        """The comparison as a path records it."""
+        return f"{self.key} {self.operator} {self.other!r}"
+
+
+@dataclass(frozen=True)
+class Negated:
+    """The opposite of an unknown value."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Library:
+    """A module, class or function of a library, by its full name."""
+
+    full: str
+
+
+@dataclass(eq=False)
+class Env:
+    """The variables of a scope, and the scopes around it."""
+
+    parent: Env | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    of_parent: set[str] = field(default_factory=set)  # declared global or nonlocal
+    local: frozenset[str] = frozenset()  # names that the function assigns: they have no value before
+
+
+@dataclass(eq=False)
+class Func:
+    """A function of the script, and the object that it is a method of."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    env: Env
+    owner: Any = None
+    cls: Class | None = None
+
+
+@dataclass(eq=False)
+class Class:
+    """A class of the script."""
+
+    node: ast.ClassDef
+    bases: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def lookup(self, name: str) -> Any:
+        """An attribute of the class or of a base that the script has; ... if there is none."""
+        for cls in self.lineage():
+            if name in cls.attributes:
+                return cls.attributes[name]
+        return ...
+
+    def lineage(self) -> list[Class]:
+        """The class and its bases in the script."""
+        classes = [self]
+        for base in self.bases:
+            if isinstance(base, Class):
+                classes += base.lineage()
+        return classes
+
+    def libraries(self) -> list[Any]:
+        """The bases that the script does not define."""
+        return [base for cls in self.lineage() for base in cls.bases if not isinstance(base, Class)]
+
+
+@dataclass(eq=False)
+class Instance:
+    """An object of a class of the script."""
+
+    cls: Class
+    key: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+    is_built: bool = False  # its constructor has run
+
+
+@dataclass(eq=False)
+class Partial:
+    """A function with some of its arguments."""
+
+    function: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Params:
+    """Parameters of models, all or some of them."""
+
+    models: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that was computed from models, by their keys; None: from anything."""
+
+    models: frozenset[str] | None
+    half: bool | None = False  # whether float16 autocast computed it; None: not known
+    scaler: Scaler | None = None  # whose scale it is multiplied with
+    version: int = 0  # of that scale
+    region: ast.AST | None = None  # the autocast region that computed it
+    halved: frozenset[str] = frozenset()  # the models that computed in float16
+
+
+@dataclass(eq=False)
+class Scaler:
+    """A GradScaler: what torch stores of its optimizers since the last update."""
+
+    key: str
+    enabled: Any
+    node: ast.AST | None
+    version: int = 0
+    unscaled: dict[Optimizer, ast.AST] = field(default_factory=dict)
+    stepped: dict[Optimizer, ast.AST] = field(default_factory=dict)
+    is_sure: bool = True  # no code of another file had it since the last update
+
+
+@dataclass(eq=False)
+class Optimizer:
+    """An optimizer, and the models whose parameters it has; None: not known."""
+
+    key: str
+    models: frozenset[str] | None
+    node: ast.AST | None = None
+    cleared: int = 0  # the number of backward passes before its gradients were cleared
+    unscaled: int = 0  # the number of backward passes before its gradients were unscaled
+    is_sure: bool = True  # no code of another file had it since then
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """An autocast region: its dtype, or "" if that is not known."""
+
+    dtype: str
+    enabled: Any
+    node: ast.AST
+
+
+@dataclass(frozen=True)
+class NoGrad:
+    """A region that records no graph."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether this is one of Python's own values without unknown parts."""
+    if isinstance(value, tuple | list):
+        return all(is_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str | bytes)
