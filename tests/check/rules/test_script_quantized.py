@@ -236,6 +236,23 @@ def test_a_flag_that_the_file_does_not_explain(train):
     assert findings(CHOSEN.format(dtype="torch.float16", train=train), "HS268") == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["fp16=True"], [5]),
+        (["fp16=True", "fp16=True"], [5]),
+        (["fp16=True", "fp16=True, bf16=False"], [5]),
+        (["fp16=True", "fp16=config.fp16"], []),
+        (["fp16=True", "fp16=False"], []),
+        (["fp16=True", "bf16=True"], []),
+    ],
+)
+def test_every_run_of_a_notebook_is_in_fp16(flags, lines):
+    """A short run and the long one have arguments of their own: they agree, or one of them may be right."""
+    runs = "".join(f"args = TrainingArguments('out', {flag})\n" for flag in flags)
+    assert [f.line for f in findings(HEAD + BNB.format("torch.bfloat16") + runs, "HS268")] == lines
+
+
 def test_a_branch_that_knows_the_format_creates_the_configuration():
     """`if torch.cuda.is_bf16_supported(): ... else: BitsAndBytesConfig(float16)` is right in both branches."""
     text = (

@@ -236,10 +236,10 @@ def bf16_weights(script: Script) -> str:
 
 
 def fp16_training(script: Script) -> ast.expr | None:
-    """The `fp16=True` of the only training arguments in a script, if nothing in them is about bf16."""
+    """The first `fp16=True` of the training arguments in a script, if all that choose a format choose this one."""
     sites = [site for last, calls in script.outline.calls.items() if last.endswith(_ARGUMENTS) for site in calls]
-    chosen = [(c, node) for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
-    if len(chosen) != 1 or constant(chosen[0][1]) is not True:
+    chosen = [node for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
+    if not chosen or any(constant(node) is not True for node in chosen):
         return None
     bf16 = [k.value for call, _ in sites for k in call.keywords if k.arg == "bf16"]
-    return chosen[0][1] if all(constant(value) is False for value in bf16) else None
+    return chosen[0] if all(constant(value) is False for value in bf16) else None
