@@ -22,6 +22,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import (
     inherits,
+    is_setting,
     is_unread,
     last_of,
     loads,
@@ -263,11 +264,8 @@ class UnusedPrecisionOption(ScriptRule):
         read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         for name in (key for key in flags if key not in read):
             for binding in outline.bindings[name]:
-                value = binding.value
-                is_setting = isinstance(value, ast.Attribute) or (
-                    isinstance(value, ast.Call) and last_of(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
-                )
-                if is_setting and not isinstance(binding.function.node, ast.Module) and binding.index is None:
+                is_inside = not isinstance(binding.function.node, ast.Module) and binding.index is None
+                if is_inside and is_setting(binding.value):
                     yield self.finding(
                         script.where(binding.node),
                         f"`{name}` is read from the settings and used nowhere in `{binding.function.name}`: the run is the same with and without it",

@@ -10,6 +10,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "inherits",
+    "is_setting",
     "is_unread",
     "last_of",
     "loads",
@@ -54,6 +55,14 @@ def is_unread(text: str, function: Function, name: str) -> bool:
         body = body[1:]
     lines = text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if body else []
     return not any(re.search(rf"(?<!\.)\b{name}\b", line.partition("#")[0]) for line in lines)
+
+
+def is_setting(value: ast.expr | None) -> bool:
+    """Whether a value is read from settings: `cfg.amp`, `cfg["amp"]` and `cfg.get("amp", False)`."""
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, str)
+    is_read = isinstance(value, ast.Call) and last_of(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
+    return is_read or isinstance(value, ast.Attribute)
 
 
 def unread_parameters(function: Function, text: str, names: re.Pattern[str]) -> Iterator[ast.arg]:
