@@ -31,6 +31,13 @@ def values(text):
         ("def f(*, p=16):\n    use(p)", [16]),
         ("class C:\n    def __init__(self, p=16):\n        self.p = p\n    def run(self):\n        use(self.p)", [16]),
         ("@click.option('--p', default=16)\ndef f(p):\n    use(p)", [16]),
+        ("d = {'p': 16}\nuse(d['p'])", [16]),
+        ("d = dict(p=16)\nuse(d['p'])", [16]),
+        ("d: dict[str, int] = dict(p=16)\nuse(d['p'])", [16]),
+        ("d = {'trainer': dict(p=16)}\nuse(d['trainer']['p'])", [16]),
+        ("d = dict(p=16)\nparser.add_argument('--p', type=int, default=d['p'])\nuse(args.p)", [16]),
+        ("d = dict(p=16)\nuse(d.get('p', 32))", [16]),
+        ("d = dict(q=16)\nuse(d.get('p', 32))", [32]),
     ],
 )
 def test_literals_of_branches_and_defaults(text, expected):
@@ -48,6 +55,9 @@ def test_literals_of_branches_and_defaults(text, expected):
         "parser.add_argument('--p', default=16)\nargs.p = convert(args.p)\nuse(args.p)",
         "class A:\n    p = 16\nclass B:\n    p = 32\nuse(cfg.p)",
         "def g():\n    p = 16\ndef f():\n    use(p)",
+        "d = dict(q=16)\nuse(d['p'])",
+        "d = load(p=16)\nuse(d['p'])",
+        "d = dict(p=16)\nuse(other['p'])",
     ],
 )
 def test_nothing_where_the_text_does_not_decide(text):

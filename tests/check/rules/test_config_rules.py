@@ -306,6 +306,23 @@ def test_accelerate_reads_no_deepspeed_settings_in_its_own_file():
     assert [(f.code, f.line) for f in check(text)] == [("HS266", 6), ("HS266", 9)]
 
 
+@pytest.mark.parametrize(
+    ("block", "lines"),
+    [
+        (" {zero/ds_config.json}", [3]),
+        ("\n  ds_config.json:", [4]),
+        ("\n  zero_stage: 3\n  ds_config.yaml: {}", [5]),
+        (" {deepspeed_config_file: zero/ds_config.json}", []),
+        ("\n  zero_stage: 3\n  deepspeed_hostfile: hosts.json", []),
+    ],
+)
+def test_a_file_that_is_a_key_of_the_block_is_not_used(block, lines):
+    """Braces around a path make a mapping of it, with no value; the file has to be the value of its own key."""
+    head = f"compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:{block}\n"
+    findings = check(f"{head}mixed_precision: bf16\nnum_processes: 8\n")
+    assert [f.line for f in findings if f.code == "HS266"] == lines
+
+
 PADDLE = "output_dir: o\nnum_train_epochs: 1\nper_device_train_batch_size: 1\n"
 
 

@@ -271,3 +271,36 @@ def test_a_method_attaches_adapters_where_another_method_calls_it(test, expected
         "        for x in loader:\n            self.model(x).backward()\n            optimizer.step()\n"
     )
     assert codes(script, "HS151") == expected
+
+
+FIELD = """\
+from dataclasses import dataclass, field
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+@dataclass
+class Options:
+    path: str = {default}
+
+def main():
+    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+    model = AutoModelForCausalLM.from_pretrained(options.path{dtype})
+    Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "dtype", "lines"),
+    [
+        ("'Qwen/Qwen2-7B'", "", [10]),
+        ("field(default='Qwen/Qwen2-7B')", "", [10]),
+        ("field(default='Qwen/Qwen2-7B')", ", dtype=torch.float32", []),
+        ("field(default='gpt2')", "", []),
+        ("field(default=None)", "", []),
+        ("field(metadata={'help': 'the model'})", "", []),
+    ],
+)
+def test_the_default_of_a_field_names_the_checkpoint(default, dtype, lines):
+    """HfArgumentParser makes an option of a field: its default says which checkpoint is meant, as that of argparse does."""
+    text = FIELD.format(default=default, dtype=dtype)
+    assert [f.line for f in findings(text, "HS152")] == lines
+    assert findings(text + "\nimport deepspeed\n", "HS152") == []  # the command line names it

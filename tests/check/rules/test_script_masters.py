@@ -232,6 +232,29 @@ def test_trainers_report_16_bit_weights_once(setup, flags, more, expected):
     assert codes(trainer(setup, flags, more)) == expected
 
 
+LOAD = "AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-8B')"
+FULL = LOAD.replace(")", ", dtype=torch.float32)")
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (f"if low:\n    model = {LOAD}.to(torch.bfloat16)\nelse:\n    model = {LOAD}", ["HS277:4", "HS152:6"]),
+        (
+            f"if low:\n    model = {LOAD}\n    model.to(torch.bfloat16)\nelse:\n    model = {LOAD}",
+            ["HS277:5", "HS152:7"],
+        ),
+        (f"model = {LOAD}.to(torch.bfloat16) if low else {LOAD}", ["HS277:3", "HS152:3"]),
+        (f"if low:\n    model = {LOAD}.to(torch.bfloat16)\nelse:\n    model = {FULL}", ["HS277:4"]),
+        (f"model = {LOAD}\nif low:\n    model = model.to(torch.bfloat16)", ["HS277:5"]),
+        (f"if large:\n    model = {LOAD}\nelse:\n    model = {LOAD}\nmodel = model.to(torch.bfloat16)", ["HS277:7"]),
+    ],
+)
+def test_a_cast_in_the_other_branch_says_nothing_about_a_load(setup, expected):
+    """A load without a dtype is reported next to the cast of another branch, and not twice where the cast is its own."""
+    assert sorted(codes(trainer(setup)), reverse=True) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "version", "expected"),
     [

@@ -149,6 +149,29 @@ def test_a_configuration_that_no_model_gets(setup, load, count):
     assert len(findings(UNUSED.format(setup=setup, load=load), "HS289")) == count
 
 
+@pytest.mark.parametrize(
+    ("read", "count"),
+    [
+        ("with open(args.path) as f:\n        rows = eval(f.read())", 1),
+        ("with open(args.path) as f:\n        for line in f:\n            rows.append(eval(line))", 1),
+        ("with open(args.path) as f:\n        rows = [eval(line.strip()) for line in f]", 1),
+        ("rows = [eval(line) for line in open(args.path).readlines()]", 1),
+        ("with open(args.path) as f:\n        text = f.read()\n    rows = eval(text)", 1),
+        ("model.eval()", 1),
+        ("settings = vars(args)", 1),
+        ("settings = eval(args.config)", 0),
+        ("chosen = [eval(name) for name in ('quantized', 'plain')]", 0),
+        ("with open(args.path) as f:\n        for name in names:\n            rows.append(eval(name))", 0),
+        ("exec(open('configurator.py').read())", 0),
+        ("settings = vars()", 0),
+    ],
+)
+def test_text_of_a_file_names_no_variable(read, count):
+    """`eval` may read the configuration by its name, but not where it reads data; `exec` may in any case."""
+    text = UNUSED.format(setup=f"{MAKE}\n    rows = []\n    {read}", load=PLAIN)
+    assert len(findings(text, "HS289")) == count
+
+
 MODEL_CONFIG = """\
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 config = ModelConfig(model_name_or_path="x", {option})
@@ -234,6 +257,23 @@ def test_a_flag_that_is_on_in_some_run(train, words):
 def test_a_flag_that_the_file_does_not_explain(train):
     """Values from elsewhere, flags of something else, and a dtype that is changed later."""
     assert findings(CHOSEN.format(dtype="torch.float16", train=train), "HS268") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["fp16=True"], [5]),
+        (["fp16=True", "fp16=True"], [5]),
+        (["fp16=True", "fp16=True, bf16=False"], [5]),
+        (["fp16=True", "fp16=config.fp16"], []),
+        (["fp16=True", "fp16=False"], []),
+        (["fp16=True", "bf16=True"], []),
+    ],
+)
+def test_every_run_of_a_notebook_is_in_fp16(flags, lines):
+    """A short run and the long one have arguments of their own: they agree, or one of them may be right."""
+    runs = "".join(f"args = TrainingArguments('out', {flag})\n" for flag in flags)
+    assert [f.line for f in findings(HEAD + BNB.format("torch.bfloat16") + runs, "HS268")] == lines
 
 
 def test_a_branch_that_knows_the_format_creates_the_configuration():

@@ -1,4 +1,4 @@
-"""HS132 where a checkpoint has the state of a scaler that this run did not create; HS120 by the name of the flag."""
+"""HS132 and HS170 on runs that resume: a scaler that this run did not create, a path that only a decorator sets; HS120 by the name of the flag."""
 
 import pytest
 
@@ -90,3 +90,48 @@ MISNAMED = "import torch\ndef train(x):\n    {code}\n"
 def test_names_that_torch_does_not_have(code, rule, expected):
     """`torch.cuda.autocast` and `torch.cuda.GradScaler` raise AttributeError, unless the script asks first or catches it."""
     assert len(findings(MISNAMED.format(code=code), rule)) == expected
+
+
+CONFIGURED = """\
+import torch
+from accelerate import Accelerator
+{decorator}
+def train(amp=False, precision="fp16", path=None, steps=100):
+    accelerator = Accelerator(mixed_precision=precision if amp else "no")
+    model, optimizer = build()
+    if path is not None:
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, load())
+    for step, x in zip(range(steps), loader):
+        optimizer.zero_grad()
+        with accelerator.autocast():
+            loss = model(x).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        if step % 10 == 0:
+            torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, "x.pt")
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "call", "lines"),
+    [
+        ("@gin.configurable", "train()", [19]),
+        ("@gin.configurable('run', denylist=['steps'])", "train()", [19]),
+        ("@experiment.automain", "", [19]),
+        ("@experiment.capture", "train()", [19]),
+        ("@app.command()", "train()", [19]),
+        ("@record", "train()", []),  # no run has a path
+        ("@timed", "train()", []),
+        ("", "train()", []),
+        ("", "train(path=options.path)", [19]),
+        ("@gin.configurable", "train(path=None)", []),  # what the call passes, no configuration changes
+    ],
+)
+def test_a_decorator_that_sets_what_the_call_leaves_out(decorator, call, lines):
+    """A default is what the only call gets, unless a configuration or the command line may replace it."""
+    text = CONFIGURED.format(decorator=decorator, call=call)
+    assert [f.line for f in findings(text, "HS170")] == lines

@@ -95,3 +95,36 @@ def test_a_function_with_nothing_but_a_docstring_reads_nothing():
     """A placeholder with the same parameter does not hide the training function that never reads its own."""
     text = EPOCH.format(forward=PLAIN) + 'def evaluate(model, use_amp):\n    """To do."""\n'
     assert [f.line for f in findings(text, "HS139")] == [4]
+
+
+SETTINGS = """\
+import torch
+from accelerate import Accelerator
+
+def main():
+    config = load("train.yaml")
+    use_bf16 = config["bf16"]
+    use_amp = {value}
+    {rest}
+    accelerator = Accelerator(mixed_precision="bf16" if use_bf16 else "no")
+    model, optimizer, loader = accelerator.prepare(build(), make(), load("data"))
+    for x in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "value", ['config["amp"]', 'config["training"]["amp"]', 'config.get("amp", True)', "config.amp"]
+)
+def test_a_setting_that_is_read_into_a_variable_and_not_used(value):
+    """HS139 at the assignment, whatever form the settings have; a use anywhere, also in a message, is one."""
+    assert [f.line for f in findings(SETTINGS.format(value=value, rest=""), "HS139")] == [7]
+    assert findings(SETTINGS.format(value=value, rest="print(use_amp)"), "HS139") == []
+
+
+@pytest.mark.parametrize("value", ["flags[0]", "flags[index]", "supports_amp()", "True"])
+def test_an_unused_variable_that_is_no_setting(value):
+    """An element of a list, a query or a constant asks for nothing."""
+    assert findings(SETTINGS.format(value=value, rest=""), "HS139") == []

@@ -412,3 +412,41 @@ def test_a_quantization_that_a_function_never_reads(param):
     """The model has 16 bits whatever the caller passes."""
     assert [f.line for f in findings(SETUP.format(param=param, used=""), "HS139")] == [2]
     assert findings(SETUP.format(param=param, used=f", load_in_4bit={param}"), "HS139") == []
+
+
+CONSTANT = """\
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+{name} = {value}
+table = {{"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}}
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={used})
+model = AutoModelForCausalLM.from_pretrained("x/y", quantization_config=quantized)
+Trainer(model, args=TrainingArguments("out", {flags}), train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "used", "flags", "lines"),
+    [
+        ("compute_dtype", "'fp32'", "table['bf16']", "bf16=True", [3]),
+        ("compute_dtype", "torch.float16", "torch.bfloat16", "bf16=True", [3]),
+        ("mixed_precision", "'fp16'", "torch.bfloat16", "bf16=True", [3]),
+        ("compute_dtype", "'bf16'", "table['bf16']", "bf16=True", []),  # the format of the run
+        ("compute_dtype", "'fp32'", "table[compute_dtype]", "bf16=True", []),
+        ("compute_dtype", "'fp16'", "table['bf16']", "bf16=cfg.bf16", []),  # the run may be in fp16
+        ("torch_dtype", "'float32'", "torch.bfloat16", "bf16=True", []),  # that of the weights
+        ("compute_dtype", "'auto'", "torch.bfloat16", "bf16=True", []),
+        ("weight_format", "'fp32'", "torch.bfloat16", "bf16=True", []),
+    ],
+)
+def test_a_format_that_is_written_down_and_not_the_one_of_the_run(name, value, used, flags, lines):
+    """A literal chooses a format as well, where all that computes in 16 bits is certainly in another."""
+    text = CONSTANT.format(name=name, value=value, used=used, flags=flags)
+    assert [f.line for f in findings(text, "HS139")] == lines
+
+
+@pytest.mark.parametrize(("region", "count"), [("bfloat16", 1), ("float16", 0), ("float32", 0)])
+def test_a_literal_next_to_a_region(region, count):
+    """Autocast shows the format of a loop; one in float32 computes in no 16 bits."""
+    text = LOOP.format(setup="amp_dtype = 'fp16'", region=f"torch.autocast('cuda', dtype=torch.{region})")
+    assert len(findings(text, "HS139")) == count

@@ -40,12 +40,10 @@ class Alternatives:
                 self._bind(bound, node.value)
                 if isinstance(bound, ast.Subscript) and key_of(bound):
                     self.items.setdefault(key_of(bound), []).append(node.value)
-                elif isinstance(node.value, ast.Dict) and key_of(bound):
-                    for key, part in zip(node.value.keys, node.value.values, strict=True):
-                        if isinstance(key, ast.Constant):
-                            self.items.setdefault(f"{key_of(bound)}[{key.value!r}]", []).append(part)
+                self._fill(key_of(bound), node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, node.value)
+            self._fill(key_of(node.target), node.value)
         elif isinstance(node, (ast.AugAssign, ast.For)):
             self._bind(node.target, None)
         elif isinstance(node, ast.ClassDef):
@@ -60,6 +58,12 @@ class Alternatives:
             self._option(node, node.func.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             self.calls.setdefault(node.func.id, []).append(node)
+
+    def _fill(self, name: str, value: ast.expr) -> None:
+        """Read what a dictionary has when it is created, also in the dictionaries inside it."""
+        for key, part in _entries(value) if name else ():
+            self.items.setdefault(f"{name}[{key!r}]", []).append(part)
+            self._fill(f"{name}[{key!r}]", part)
 
     def _option(self, call: ast.Call, method: str) -> None:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
@@ -148,13 +152,13 @@ class Alternatives:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CONVERTS:
             yield from self.of(node.args[0], depth + 1) if len(node.args) == 1 else ()
         elif isinstance(node, ast.Call) and (default := _fallback(node)) is not None:
-            yield from self.of(default, depth + 1)
+            for value in self.items.get(_item_of(node), ()) or (default,):
+                yield from self.of(value, depth + 1)
         elif isinstance(node, (ast.Name, ast.Attribute)):
             for value in self._bound(node):
                 yield from self.of(value, depth + 1)
         elif isinstance(node, ast.Subscript):
-            values = self.items.get(key_of(node), ())
-            for value in values:
+            for value in self.items.get(key_of(node), ()):
                 yield from self.of(value, depth + 1)
 
     def _bound(self, node: ast.Name | ast.Attribute) -> Iterator[ast.expr]:
@@ -228,6 +232,21 @@ def _fallback(call: ast.Call) -> ast.expr | None:
     last = names[-1] if names else call.func.attr if isinstance(call.func, ast.Attribute) else ""
     count = {"get": 2, "getenv": 2, "getattr": 3}.get(last, 0)
     return call.args[-1] if count and len(call.args) == count else None
+
+
+def _item_of(call: ast.Call) -> str:
+    """The part of a dictionary that `options.get("precision", 16)` reads, as `options["precision"]` is keyed; else ""."""
+    name = key_of(call.func.value) if isinstance(call.func, ast.Attribute) and call.func.attr == "get" else ""
+    key = call.args[0]
+    return f"{name}[{key.value!r}]" if name and isinstance(key, ast.Constant) else ""
+
+
+def _entries(node: ast.expr) -> Iterator[tuple[object, ast.expr]]:
+    """The keys and values of a dictionary written out: `{"precision": 16}` or `dict(precision=16)`."""
+    if isinstance(node, ast.Dict):
+        yield from ((k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
+        yield from ((k.arg, k.value) for k in node.keywords if k.arg is not None)
 
 
 def _field_default(value: ast.expr) -> ast.expr:

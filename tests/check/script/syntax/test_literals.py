@@ -135,6 +135,21 @@ def test_a_parameter_is_its_default_or_what_the_only_call_passes(call, expected)
     assert ast.unparse(script(text).outline.calls["TrainingArguments"][0].call.keywords[0].value) == expected
 
 
+@pytest.mark.parametrize(
+    ("decorator", "call", "expected"),
+    [
+        ("@gin.configurable", "build()", "amp"),
+        ("@app.command()", "build()", "amp"),
+        ("@gin.configurable", "build(amp=False)", "False"),
+        ("@timed", "build()", "True"),
+    ],
+)
+def test_a_decorator_may_set_a_parameter_that_the_call_leaves_out(decorator, call, expected):
+    """A configuration or the command line replaces defaults, and not what a call passes."""
+    text = f"# float16\nfrom transformers import TrainingArguments\n{decorator}\ndef build(amp=True):\n    return TrainingArguments('out', fp16=amp)\n{call}\n"
+    assert ast.unparse(script(text).outline.calls["TrainingArguments"][0].call.keywords[0].value) == expected
+
+
 def test_a_dtype_is_also_written_as_an_argument():
     """`model.to(cfg["dtype"])` casts; other arguments without a name stay."""
     text = "import torch\ncfg = {'dtype': torch.bfloat16, 'device': 'cuda'}\nmodel.to(cfg['device'], cfg['dtype'])\n"

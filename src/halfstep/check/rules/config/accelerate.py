@@ -12,6 +12,7 @@ from halfstep.check.config.edits import literal, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.pins import pins_for
+from halfstep.check.regex import regex
 from halfstep.check.rule import ConfigRule, Rule
 from halfstep.hardware.versions import matches
 from halfstep.precision.node import Block
@@ -36,6 +37,7 @@ _SET_BY_FILE = (
 )  # fmt: skip
 
 
+_FILE = regex(r"\.(json|ya?ml)$")
 # The releases that raise for fp16 without a GPU; 0.16.0 added the test of the device (accelerate#909).
 _REJECTS_CPU = ">=0.11,<0.16"
 
@@ -281,6 +283,7 @@ class DeepSpeedBlockIgnored(ConfigRule):
         "mixed_precision: bf16\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: ds_config.json\n"
         "num_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {ds_config.json}\nnum_processes: 8\n",
     )
     good = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
@@ -319,6 +322,11 @@ class DeepSpeedBlockIgnored(ConfigRule):
                 message = f"Accelerate does not read `{inner.key}` in `deepspeed_config`; {effect}."
                 instead = "Move it to a DeepSpeed file and name that in `deepspeed_config_file`."
                 yield self.finding(config.where(inner.key_span), message, instead=instead)
+            elif _FILE.search(inner.key):  # `{ds_config.json}` is a mapping without a value
+                message = f"`{inner.key}` is a key of `deepspeed_config` here, which Accelerate does not read: the file is not used."
+                yield self.finding(
+                    config.where(inner.key_span), message, instead=f"Write `deepspeed_config_file: {inner.key}` in it."
+                )
 
 
 RULES: tuple[type[Rule], ...] = (

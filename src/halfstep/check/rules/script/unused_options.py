@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
+from halfstep.check.script.flow.run_format import names_other_format
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
@@ -22,6 +23,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import (
     inherits,
+    is_setting,
     is_unread,
     last_of,
     loads,
@@ -48,7 +50,6 @@ _FORMAT = regex(
     r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
 )
 _BY_NAME = {"locals", "globals", "exec"}
-_POLICIES = ("MixedPrecision", "MixedPrecisionPolicy")
 # Anything that may compute in 16 bits, here or in what the file sets up.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
@@ -225,7 +226,7 @@ class UnusedPrecisionOption(ScriptRule):
                     )
 
     def _choices(self, script: Script) -> Iterator[Finding]:
-        """Formats that an expression chooses for a variable which nothing reads, in a file that trains."""
+        """Formats that an expression or a literal chooses for a variable which nothing reads, in a file that trains."""
         steps = "backward" in script.outline.calls and script.has("opt_step", "scaler_step", "owned_step")
         if not steps and not any(name.endswith("Trainer") for name in script.outline.calls):
             return
@@ -233,7 +234,9 @@ class UnusedPrecisionOption(ScriptRule):
         read = read_names(all_nodes(script.tree)) if named else set()
         for key in named:
             name, bindings = key.removeprefix("self."), own_bindings(script.outline, key)
-            chosen = [b for b in bindings if b.value and b.index is None and chooses_format(script.outline, b.value)]
+            values = [b for b in bindings if b.index is None]
+            chosen = [b for b in values if chooses_format(script.outline, b.value)]
+            chosen = chosen or [b for b in values if names_other_format(script, name, b.value)]
             first = chosen[0] if chosen else None
             is_read = name in read and (name != key or not is_local(script.outline, bindings))
             if first is None or len(chosen) != len(bindings) or is_read:
@@ -263,11 +266,8 @@ class UnusedPrecisionOption(ScriptRule):
         read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         for name in (key for key in flags if key not in read):
             for binding in outline.bindings[name]:
-                value = binding.value
-                is_setting = isinstance(value, ast.Attribute) or (
-                    isinstance(value, ast.Call) and last_of(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
-                )
-                if is_setting and not isinstance(binding.function.node, ast.Module) and binding.index is None:
+                is_inside = not isinstance(binding.function.node, ast.Module) and binding.index is None
+                if is_inside and is_setting(binding.value):
                     yield self.finding(
                         script.where(binding.node),
                         f"`{name}` is read from the settings and used nowhere in `{binding.function.name}`: the run is the same with and without it",
@@ -294,7 +294,7 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _policies(self, script: Script) -> Iterator[Finding]:
         """Mixed-precision policies of FSDP that a function assigns to a variable and uses nowhere."""
-        for name in _POLICIES:
+        for name in ("MixedPrecision", "MixedPrecisionPolicy"):
             for call, function in script.outline.calls.get(name, ()):
                 statement = script.outline.parents.get(call)
                 target = statement.targets[0] if isinstance(statement, ast.Assign) else None

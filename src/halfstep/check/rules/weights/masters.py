@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.chosen import dtype_values
 from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
@@ -285,11 +286,10 @@ class CheckpointDtypeTrained(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Loads without a dtype, or with "auto", of models that are trained in full."""
-        version = script.settings.transformers
         if is_exercise(script):
             return
-        if _BEFORE_FIVE & set(script.outline.names.table.values()):
-            version = (4,)
+        is_old = bool(_BEFORE_FIVE & set(script.outline.names.table.values()))
+        version = (4,) if is_old else script.settings.transformers
         for tie in (*script.training.by_trainers, *script.training.by_optimizers):
             cast = tie.cast
             if (
@@ -297,7 +297,7 @@ class CheckpointDtypeTrained(ScriptRule):
                 or tie.is_assumed
                 or is_launched_elsewhere(script, tie)
                 or cast.low
-                or any(c.form == "cast" and c.is_certain for c in tie.lineage.casts)  # HS151 reports that cast
+                or _is_cast_too(tie)
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
                 continue
@@ -319,6 +319,13 @@ class CheckpointDtypeTrained(ScriptRule):
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
                 severity=None if stored else "advice",
             )
+
+
+def _is_cast_too(tie: Trained) -> bool:
+    """Whether a cast sets the dtype of the model after all, in the branch that loads it or in every one: HS151 reports that cast."""
+    load = conditions_of(tie.lineage.outline, tie.cast.node)
+    casts = [c for c in tie.lineage.casts if c.form == "cast" and c.is_certain]
+    return any(possible(load, conditions_of(tie.lineage.outline, c.node)) for c in casts)
 
 
 def _may_be_set(script: Script, tie: Trained, name: str, *, always: bool = False) -> bool:

@@ -16,6 +16,7 @@ from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.unread import reads_by_name
 
 __all__ = ["RULES", "quantizations"]
 
@@ -43,7 +44,6 @@ _SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretraine
 # Names that people write for torch's dtypes and that torch does not have as attributes.
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
-_BY_NAME = ("globals", "locals", "vars", "eval", "exec")  # reads variables by name
 _OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
 
@@ -236,8 +236,7 @@ class QuantizationNotPassed(ScriptRule):
             if _is_of(script, site.call, _LOADERS | {"unsloth"})
         ]
         loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
-        bare = [(name, site.call) for name in _BY_NAME for site in outline.calls.get(name, ())]
-        hidden = any(key_of(call.func) == name and not (name == "vars" and call.args) for name, call in bare)
+        hidden = reads_by_name(outline)
         for call, _ in quantizations(script):
             options = {k.arg: k.value for k in call.keywords}
             if constant(options.get("load_in_4bit")) is not False or not {"load_in_8bit", None}.isdisjoint(options):

@@ -23,6 +23,7 @@ from halfstep.check.script.objects.tensors import adds_unscaled, grad_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import is_configured
 
 __all__ = ["Item", "Jump", "read_flow"]
 
@@ -266,8 +267,9 @@ class _Walk:
         assert not isinstance(target.node, ast.Module)
         a = target.node.args
         plain = [*a.posonlyargs, *a.args]
-        values.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
-        values.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
+        if not is_configured(target):
+            values.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+            values.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
         values.update(zip(_positional(target), call.args, strict=False))
         values.update((k.arg, k.value) for k in call.keywords if k.arg)
         return {

@@ -12,14 +12,14 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import field_defaults, strings_of
-from halfstep.check.script.objects.formats import formats_of, keyword_of, returned_by
-from halfstep.check.script.objects.values import MAX_VALUES, UNKNOWN, argument, constant, text_of
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of, keyword_of, returned_by
+from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite, default_of
 
-__all__ = ["ON", "OPTION", "bf16_run", "bf16_weights", "flag_states", "fp16_training"]
+__all__ = ["ON", "OPTION", "bf16_run", "bf16_weights", "flag_states", "fp16_training", "names_other_format"]
 
 _ARGUMENTS = ("TrainingArguments", "Config")
 _TRAINERS = frozenset({"trl", "transformers", "unsloth", "optimum", "sentence_transformers"})
@@ -35,6 +35,12 @@ _WHEN = {
 _BF16 = regex(r"bf16|bfloat16", re.IGNORECASE)
 _SUPPORT = regex(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
 _CAPABILITY = regex(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
+# What a run computes in, by the name of a variable and by that of a format; `dtype` may be that of the weights.
+_COMPUTES = regex(r"(amp|train|compute|autocast)_?dtype|((train|training|trainer|mixed)_)?precision")
+_NAMES = {
+    "fp16": "float16", "16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp32": "float32", "32": "float32", "float32": "float32",
+}  # fmt: skip
 States = frozenset[str]
 
 
@@ -236,10 +242,39 @@ def bf16_weights(script: Script) -> str:
 
 
 def fp16_training(script: Script) -> ast.expr | None:
-    """The `fp16=True` of the only training arguments in a script, if nothing in them is about bf16."""
+    """The first `fp16=True` of the training arguments in a script, if all that choose a format choose this one."""
     sites = [site for last, calls in script.outline.calls.items() if last.endswith(_ARGUMENTS) for site in calls]
-    chosen = [(c, node) for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
-    if len(chosen) != 1 or constant(chosen[0][1]) is not True:
+    chosen = [node for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
+    if not chosen or any(constant(node) is not True for node in chosen):
         return None
     bf16 = [k.value for call, _ in sites for k in call.keywords if k.arg == "bf16"]
-    return chosen[0][1] if all(constant(value) is False for value in bf16) else None
+    return chosen[0] if all(constant(value) is False for value in bf16) else None
+
+
+def names_other_format(script: Script, name: str, value: ast.expr | None) -> bool:
+    """Whether a variable for the format to compute in is a literal, and the file certainly computes in 16 bits of another."""
+    full = script.outline.names.full(value) if value is not None else ""
+    named = DTYPES.get(full) or _NAMES.get(
+        str(constant(value)).lower().removesuffix("-mixed").removesuffix("-true"), ""
+    )
+    if value is None or not named or not _COMPUTES.fullmatch(name):
+        return False
+    computed = _computed_formats(script)
+    return bool(computed & SIXTEEN_BIT) and not computed & {named, UNKNOWN}
+
+
+def _computed_formats(script: Script) -> frozenset[str]:
+    """The formats of fp16 or bf16 training, autocast and 4-bit layers; "?" for each that the file leaves open."""
+    outline = script.outline
+    formats = {name for region in script.autocasts for name in region.dtypes}
+    for call, function in outline.calls.get("BitsAndBytesConfig", ()):
+        value = keyword_of(outline, call, function, "bnb_4bit_compute_dtype")
+        formats |= formats_of(outline, value, function) if value is not None else frozenset()
+    for last, sites in outline.calls.items():
+        for call, function in sites if last.endswith((*_ARGUMENTS, "Accelerator", "Fabric", "Trainer")) else ():
+            for name, full in (("fp16", "float16"), ("bf16", "bfloat16")):
+                states = flag_states(outline, keyword_of(outline, call, function, name), function)
+                formats |= frozenset() if states == {OFF} else frozenset({full if states == {ON} else UNKNOWN})
+            mixed = keyword_of(outline, call, function, "mixed_precision", "precision")
+            formats |= frozenset({_NAMES.get(str(constant(mixed)), UNKNOWN)}) if mixed is not None else frozenset()
+    return frozenset(formats)

@@ -170,7 +170,7 @@ def _renamed(guard: Guard, names: dict[str, str]) -> Guard:
     return Guard(f"{names.get(first, first)}{separator}{rest}", guard.is_true)
 
 
-def chooses_format(outline: Outline, value: ast.expr) -> bool:
+def chooses_format(outline: Outline, value: ast.expr | None) -> bool:
     """Whether an expression chooses one of several number formats: `torch.bfloat16 if ok else torch.float16`.
 
     The strings that Lightning and Accelerate have for them count as well: `"16-mixed" if args.fp16 else "32-true"`.

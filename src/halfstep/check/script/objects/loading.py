@@ -9,6 +9,7 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
@@ -163,9 +164,9 @@ def _texts(outline: Outline, node: ast.expr, function: Function, depth: int = 3)
 
 
 def _option_default(outline: Outline, option: str) -> set[object]:
-    """The default of a command-line option."""
+    """The default of a command-line option, or of the field that HfArgumentParser makes one of."""
     for call, _ in outline.calls.get("add_argument", ()):
         if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
             default = argument(call, None, "default")
             return {constant(default)} if default is not None else set()
-    return set()
+    return {constant(default) for default in field_defaults(outline, option)}

@@ -13,7 +13,7 @@ from functools import cached_property
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outcome import outcome
 from halfstep.check.script.syntax.outline import Binding, Function, Outline
-from halfstep.check.script.syntax.scope import default_of
+from halfstep.check.script.syntax.scope import default_of, is_configured
 
 __all__ = ["Constants", "Scoped"]
 
@@ -102,7 +102,7 @@ class Constants:
         return (value, target) if value is not None and target is not None else None
 
     def _parameter(self, name: str, function: Function) -> Scoped | None:
-        """What the only call in the file passes for a parameter, or its default if no call passes it."""
+        """What the only call in the file passes for a parameter, or its default if no call and no decorator passes it."""
         if name in self.outline.bindings and any(b.function is function for b in self.outline.bindings[name]):
             return None
         sites = self.outline.calls.get(function.cls if function.name == "__init__" else function.name, ())
@@ -114,7 +114,7 @@ class Constants:
         position = function.params.index(name) - (function.method and function.params[0] in {"self", "cls"})
         passed = [(value, caller) for call, caller in calls for value in _passed(call, position, name)]
         if not passed:
-            default = default_of(function, name)
+            default = default_of(function, name) if not is_configured(function) else None
             return (default, function.parent or function) if default is not None else None
         return passed[0] if len(calls) == 1 else None
 

@@ -6,9 +6,11 @@ import ast
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Binding", "CallSite", "Choice", "Function", "StatementCall", "default_of"]
+__all__ = ["Binding", "CallSite", "Choice", "Function", "StatementCall", "default_of", "is_configured"]
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
+# Decorators that pass what a configuration or the command line sets: of gin, Sacred, click, Typer and argbind.
+_CONFIGURES = frozenset({"configurable", "capture", "automain", "main", "command", "option", "argument", "bind"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,3 +72,10 @@ def default_of(function: Function, name: str) -> ast.expr | None:
     defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
     defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
     return defaults.get(name)
+
+
+def is_configured(function: Function) -> bool:
+    """Whether a decorator may set the parameters that a call leaves out: `@gin.configurable`, `@click.option(...)`."""
+    decorators = getattr(function.node, "decorator_list", ())
+    funcs = [d.func if isinstance(d, ast.Call) else d for d in decorators]
+    return any((f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "")) in _CONFIGURES for f in funcs)

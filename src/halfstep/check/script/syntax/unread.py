@@ -10,14 +10,19 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "inherits",
+    "is_setting",
     "is_unread",
     "last_of",
     "loads",
     "mentions",
     "read_names",
+    "reads_by_name",
     "unread_argument",
     "unread_parameters",
 ]
+
+_READS_FILE = {"read", "readline", "read_text"}
+_OPENS_FILE = {"open", "readlines"}
 
 
 def last_of(node: ast.expr) -> str:
@@ -42,6 +47,44 @@ def read_names(nodes: Collection[ast.AST]) -> set[str]:
     return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
+def reads_by_name(outline: Outline) -> bool:
+    """Whether a script may read a variable by its name: `globals()`, and `eval` of anything but the text of a file."""
+    sites = [site.call for name in ("globals", "locals", "exec") for site in outline.calls.get(name, ())]
+    sites += [site.call for site in outline.calls.get("vars", ()) if not site.call.args]
+    evaluated = [site for site in outline.calls.get("eval", ()) if site.call.args]
+    sites += [call for call, function in evaluated if not _is_file_text(outline, call.args[0], function)]
+    return any(isinstance(call.func, ast.Name) for call in sites)
+
+
+def _is_file_text(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether an expression is read from a file: `f.read()`, `line` or `line.strip()` of `for line in f`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in _READS_FILE:
+            return True
+        node = node.func.value
+    if not isinstance(node, ast.Name):
+        return False
+    values = outline.values(node.id, function)
+    if values and all(isinstance(value, ast.Call) and last_of(value) in _READS_FILE for value in values):
+        return True
+    opened, lines = set(), []
+    part: ast.AST | None = node
+    while (part := outline.parents.get(part) if part is not None else None) is not None:
+        if isinstance(part, ast.With):
+            files = [
+                i for i in part.items if isinstance(i.context_expr, ast.Call) and last_of(i.context_expr) == "open"
+            ]
+            opened |= {item.optional_vars.id for item in files if isinstance(item.optional_vars, ast.Name)}
+        loops = getattr(part, "generators", [part] if isinstance(part, ast.For) else [])
+        lines += [loop.iter for loop in loops if isinstance(loop.target, ast.Name) and loop.target.id == node.id]
+    return any(
+        last_of(n) in _OPENS_FILE or getattr(n, "id", "") in opened
+        for it in lines
+        for n in ast.walk(it)
+        if isinstance(n, ast.expr)
+    )
+
+
 def inherits(outline: Outline, cls: str) -> bool:
     """Whether a class has a base class, which may read its attributes and ask for its parameters."""
     return any(getattr(base, "id", "") != "object" for base in outline.bases.get(cls, ()))
@@ -54,6 +97,14 @@ def is_unread(text: str, function: Function, name: str) -> bool:
         body = body[1:]
     lines = text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if body else []
     return not any(re.search(rf"(?<!\.)\b{name}\b", line.partition("#")[0]) for line in lines)
+
+
+def is_setting(value: ast.expr | None) -> bool:
+    """Whether a value is read from settings: `cfg.amp`, `cfg["amp"]` and `cfg.get("amp", False)`."""
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.slice, ast.Constant) and isinstance(value.slice.value, str)
+    is_read = isinstance(value, ast.Call) and last_of(value) in {"get", "getattr", "pop", "getenv", "getboolean"}
+    return is_read or isinstance(value, ast.Attribute)
 
 
 def unread_parameters(function: Function, text: str, names: re.Pattern[str]) -> Iterator[ast.arg]:
