@@ -16,7 +16,7 @@ from halfstep.check.simulation.values import Optimizer, Scaler, Tensor
 __all__ = ["Gradients", "Mishap", "Raised"]
 
 
-class Raised(Exception):  # noqa: N818 - the script's, not ours
+class Raised(Exception):
     """The script raises."""
 
 
@@ -126,7 +126,9 @@ class Gradients:
         if parts is None:
             return
         scaled = [p for p in parts if p.loss.scaler is not None]
-        halves = [p for p in parts if p.loss.half and p.loss.scaler is None and self._computes(p.loss.halved, optimizer)]
+        halves = [
+            p for p in parts if p.loss.half and p.loss.scaler is None and self._computes(p.loss.halved, optimizer)
+        ]
         if scaled and not self._is_unscaled(optimizer):
             key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
             self._add("HS103", node, f"`{optimizer.key}` steps on gradients that are multiplied by the scale of `{key}`", f"call {key}.step({optimizer.key})")  # fmt: skip

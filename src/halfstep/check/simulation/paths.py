@@ -20,7 +20,7 @@ MAX_RUN_STEPS = 12_000
 _PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|grad|cuda|dtype|finite|nan|inf|%")
 
 
-class Exhausted(Exception):  # noqa: N818 - the end of a run, not an error
+class Exhausted(Exception):
     """A run takes too long."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from functools import lru_cache
+from functools import cache
 
 from halfstep.check.regex import regex
 
@@ -13,7 +13,9 @@ _EVENTS = {
     "backward", "step", "update", "unscale_", "scale", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
     "autocast", "GradScaler", "manual_backward", "scale_loss", "requires_grad_",
 }  # fmt: skip
-_NOT_AN_EVENT = regex(r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress")
+_NOT_AN_EVENT = regex(
+    r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress"
+)
 _LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -37,7 +39,9 @@ class Relevance:
         functions: dict[str, list[ast.AST]] = {}
         called: dict[ast.AST, set[str]] = {}
         self._acting: set[str] = set()
-        self._last_statements = {n.body[-1] for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        self._last_statements = {
+            n.body[-1] for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions.setdefault(node.name, []).append(node)
@@ -58,9 +62,7 @@ class Relevance:
         live: set[str] = set()
         for node in ast.walk(tree):
             parts: list[ast.AST] = []
-            if isinstance(node, ast.If | ast.While) and self.acts(node):
-                parts = [node.test]
-            elif isinstance(node, ast.IfExp):
+            if (isinstance(node, ast.If | ast.While) and self.acts(node)) or isinstance(node, ast.IfExp):
                 parts = [node.test]
             elif isinstance(node, ast.Call) and (_is_event(node) or _last(node.func) in self._acting):
                 parts = [node]
@@ -71,13 +73,13 @@ class Relevance:
                 live |= {n.attr for n in ast.walk(part) if isinstance(n, ast.Attribute)}
         return live - {"self", "torch", "args", "cfg", "config"}
 
-    @lru_cache(maxsize=None)  # noqa: B019 - one object per script
+    @cache  # noqa: B019 - one object per script
     def acts(self, node: ast.AST) -> bool:
         """Whether a backward pass, a step or the like can run in it."""
         calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
         return any(_is_event(call) or _last(call.func) in self._acting for call in calls)
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def matters(self, node: ast.AST) -> bool:
         """Whether it acts, leaves, or assigns what decides."""
         if self.acts(node):
@@ -86,20 +88,24 @@ class Relevance:
             return True
         return any(key.rpartition(".")[2] in self._live for key in self.assigned(node))
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def assigned(self, node: ast.AST) -> tuple[str, ...]:
         """The variables that it assigns, as `name` or `self.name`."""
         keys = []
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                 keys.append(inner.id)
-            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and isinstance(inner.value, ast.Name):
+            elif (
+                isinstance(inner, ast.Attribute)
+                and isinstance(inner.ctx, ast.Store)
+                and isinstance(inner.value, ast.Name)
+            ):
                 keys.append(f"{inner.value.id}.{inner.attr}")
             elif isinstance(inner, ast.FunctionDef | ast.ClassDef):
                 keys.append(inner.name)
         return tuple(dict.fromkeys(keys))
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def contains_training_loop(self, node: ast.For | ast.AsyncFor | ast.While) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
         for inner in ast.walk(node):
@@ -111,17 +117,17 @@ class Relevance:
                         return True
         return False
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def _has_event(self, node: ast.AST) -> bool:
         return self.acts(node)
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def locals_of(self, function: ast.AST) -> frozenset[str]:
         """The names that a function assigns."""
         body = function.body if isinstance(function.body, list) else []  # type: ignore[attr-defined]
         return frozenset(key for part in body for key in self.assigned(part) if "." not in key)
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def yields(self, function: ast.AST) -> bool:
         """Whether it is a generator."""
         stack: list[ast.AST] = list(function.body) if isinstance(function.body, list) else []  # type: ignore[attr-defined]
@@ -133,7 +139,7 @@ class Relevance:
                 stack += ast.iter_child_nodes(node)
         return False
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def scaler_attributes(self, cls: ast.ClassDef) -> dict[str, ast.AST]:
         """The attributes that a class assigns a new scaler to, and where."""
         places: dict[str, ast.AST] = {}

@@ -1,24 +1,43 @@
-"""The mistakes that simulated runs of a script show."""
+"""The mistakes that simulated runs of a script show.
+
+Rules look for patterns; what hides a mistake from them is structure: a backward pass in another method, a region in an attribute,
+two optimizers of which one is unscaled, an attribute that only one setting creates. So a script is also run, statement by
+statement, on symbolic values. Nothing of it is imported or executed. Its runs differ in the answers to what the text does not decide (`paths`), and
+`gradients` follows what torch's scaler and optimizers do, so that a run shows what raises or computes wrong numbers.
+
+What a run cannot know (what code of another file does with an optimizer) ends what it can say until the script itself settles it.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.simulation.calls import Simulation
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
-from halfstep.check.simulation.paths import Exhausted, Path, Search
+from halfstep.check.simulation.paths import Exhausted, Search
 from halfstep.check.simulation.relevance import Relevance
-from halfstep.check.simulation.values import Class, Env, Func, Instance, Unknown
+from halfstep.check.simulation.simulation import Simulation
+from halfstep.check.simulation.values import Class, Env, Func, Instance
 
 __all__ = ["mishaps", "trains"]
 
-_OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
+MAX_TEXT = 120_000  # characters: larger files are libraries
 MAX_STEPS = 60_000  # statements and expressions of all runs of a script, half a second
 MAX_ROOT_STEPS = 30_000
-MAX_TEXT = 120_000
 NUM_CALLS = 3  # of a method that a run of another file calls again and again
+_OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
+_DEFINES = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.Try,
+    ast.If,
+)
 
 
 def trains(text: str) -> bool:
@@ -28,35 +47,31 @@ def trains(text: str) -> bool:
 
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
-    relevance = Relevance(tree)
-    targets = _targets(tree)
-    seen: set[tuple[str, ast.AST]] = set()
+    relevance, targets = Relevance(tree), _targets(tree)
+    reported: set[tuple[str, ast.AST]] = set()
     left = MAX_STEPS
     for root in (None, *_roots(tree, relevance)):
         search = Search(min(left, MAX_ROOT_STEPS))
         for path in search.paths():
-            run = Simulation(relevance, table, path)
-            run.targets = targets
-            _run(run, tree, root, path)
-            for mishap in run.gradients.mishaps:
-                if (mishap.code, mishap.node) not in seen:
-                    seen.add((mishap.code, mishap.node))
+            for mishap in _mishaps_of(Simulation(relevance, table, targets, path), tree, root):
+                if (mishap.code, mishap.node) not in reported:
+                    reported.add((mishap.code, mishap.node))
                     yield mishap
         left -= min(left, MAX_ROOT_STEPS) - max(search.steps, 0)
 
 
-def _run(run: Simulation, tree: ast.Module, root: ast.AST | None, path: Path) -> None:
+def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list[Mishap]:
+    """The mistakes in one run: of the module, or of a function that another file calls."""
     module = Env()
     try:
         if root is None:
             run.run(tree.body, module)
-            return
-        definitions = [s for s in tree.body if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.Try | ast.If) and not run.relevance.acts_now(s)]
-        run.run(definitions, module)
-        _call_root(run, module, root)
+        else:
+            run.run([s for s in tree.body if isinstance(s, _DEFINES) and not run.relevance.acts_now(s)], module)
+            _call_root(run, module, root)
     except (Exhausted, Raised, Stopped):
         pass
-    del path
+    return run.gradients.mishaps
 
 
 def _call_root(run: Simulation, module: Env, root: ast.AST) -> None:
@@ -68,24 +83,23 @@ def _call_root(run: Simulation, module: Env, root: ast.AST) -> None:
         if isinstance(value, Class):
             for member in value.attributes.values():
                 if isinstance(member, Func) and member.node is root:
-                    constructor = value.lookup("__init__")
-                    instance = Instance(value, path_key(value))
-                    for each in reversed(value.lineage()):
-                        instance.attributes |= {k: v for k, v in each.attributes.items() if not isinstance(v, Func)}
-                    if isinstance(constructor, Func):
-                        run.roots = frozenset({constructor.node})
-                        run.call_function(Func(constructor.node, constructor.env, instance, value), [], {}, root)
-                        run.roots = frozenset({root})
-                    instance.is_built = True
-                    for _ in range(NUM_CALLS):
-                        run.gradients.forget()
-                        run.call_function(Func(member.node, member.env, instance, value), [], {}, root)
+                    _call_method(run, value, member)
                     return
 
 
-def path_key(cls: Class) -> str:
-    """The key of the object whose method is run."""
-    return cls.node.name
+def _call_method(run: Simulation, cls: Class, method: Func) -> None:
+    """Build an object and call its method a few times, as another file would."""
+    instance = Instance(cls, cls.node.name)
+    for each in reversed(cls.lineage()):
+        instance.attributes |= {key: value for key, value in each.attributes.items() if not isinstance(value, Func)}
+    constructor = cls.lookup("__init__")
+    if isinstance(constructor, Func):
+        run.roots |= {constructor.node}
+        run.call_function(Func(constructor.node, constructor.env, instance, cls), [], {}, constructor.node)
+    instance.is_built = True
+    for _ in range(NUM_CALLS):
+        run.gradients.forget()
+        run.call_function(Func(method.node, method.env, instance, cls), [], {}, method.node)
 
 
 def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
@@ -108,9 +122,10 @@ def _targets(tree: ast.Module) -> dict[ast.AST, str]:
     """The variables that calls are assigned to."""
     targets: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name | ast.Attribute):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.targets[0], ast.Name | ast.Attribute)
+        ):
             targets[node.value] = ast.unparse(node.targets[0])
     return targets
-
-
-_ = Unknown

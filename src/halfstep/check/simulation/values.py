@@ -27,8 +27,19 @@ __all__ = [
     "Tensor",
     "Test",
     "Unknown",
+    "combined",
     "is_plain",
+    "unknown",
 ]
+
+
+# Names of one setting in different places.
+_SAME = {
+    **dict.fromkeys(("use_amp", "enable_amp", "amp_enabled", "mixed_precision", "use_mixed_precision", "is_amp", "with_amp"), "amp"),
+    **dict.fromkeys(("use_fp16", "enable_fp16", "is_fp16"), "fp16"),
+    **dict.fromkeys(("use_bf16", "enable_bf16"), "bf16"),
+}  # fmt: skip  # fmt: skip
+_SETTINGS = {"amp", "fp16", "bf16", *_SAME}
 
 
 @dataclass(frozen=True)
@@ -196,3 +207,24 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(is_plain(v) for v in value)
     return value is None or isinstance(value, bool | int | float | str | bytes)
+
+
+def unknown(key: str) -> Unknown:
+    """An unknown value; names of the same precision setting are one value."""
+    last = key.rpartition(".")[2]
+    return Unknown(f"setting {_SAME.get(last, last)}") if last in _SETTINGS else Unknown(key)
+
+
+def combined(*values: Any) -> Tensor:
+    """What an operation makes of tensors and other values."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    models: frozenset[str] | None = frozenset()
+    for tensor in tensors:
+        models = None if models is None or tensor.models is None else models | tensor.models
+    half = True if any(t.half for t in tensors) else None if any(t.half is None for t in tensors) else False
+    scaled = next((t for t in tensors if t.scaler is not None), None)
+    region = next((t.region for t in tensors if t.region is not None), None)
+    halved = frozenset().union(*(t.halved for t in tensors))
+    if scaled is None:
+        return Tensor(models, half, None, 0, region, halved)
+    return Tensor(models, half, scaled.scaler, scaled.version, region, halved)

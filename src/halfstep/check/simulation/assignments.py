@@ -1,0 +1,70 @@
+"""Assignments of a simulated run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.values import Env, Instance, Params, Scaler, Tensor, Unknown, unknown
+
+__all__ = ["Assignments"]
+
+
+class Assignments(Decisions):
+    """Assigns."""
+
+    def assign(self, target: ast.expr, value: Any, env: Env) -> None:
+        """Assign to a name, an attribute, an element or several."""
+        if isinstance(target, ast.Name):
+            self.assign_name(env, target.id, value)
+        elif isinstance(target, ast.Attribute):
+            base = self.value(target.value, env)
+            if isinstance(base, Instance):
+                base.attributes[target.attr] = value
+            elif isinstance(base, Unknown):
+                self.bindings[f"{base.key}.{target.attr}"] = value
+            if target.attr == "requires_grad":
+                self.gradients.is_partial = True
+        elif isinstance(target, ast.Tuple | ast.List):
+            self._assign_several(target.elts, value, env)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, value, env)
+        elif isinstance(target, ast.Subscript):
+            base, index = self.value(target.value, env), self.value(target.slice, env)
+            has_place = isinstance(index, int) and isinstance(base, list) and -len(base) <= index < len(base)
+            if has_place or (isinstance(base, dict) and isinstance(index, str | int)):
+                operator.setitem(base, index, value)
+
+    def _assign_several(self, targets: list[ast.expr], value: Any, env: Env) -> None:
+        if isinstance(value, list | tuple) and len(value) == len(targets):
+            values: Iterable[Any] = value
+        elif isinstance(value, Tensor | Params):
+            values = [value] * len(targets)
+        elif isinstance(value, Unknown):
+            values = [unknown(f"{value.key}.{i}") for i in range(len(targets))]
+        else:
+            values = [Unknown(self.path.fresh("part")) for _ in targets]
+        for target, each in zip(targets, values, strict=True):
+            self.assign(target, each, env)
+
+    def assign_name(self, env: Env, name: str, value: Any) -> None:
+        """Assign to a variable of a scope, or of the one around it that it declares."""
+        scope = env
+        while name in scope.of_parent and scope.parent is not None:
+            scope = scope.parent
+        if isinstance(value, Scaler) and value.key == "":
+            value.key = name
+        scope.variables[name] = value
+
+    def assign_key(self, env: Env, key: str, value: Any) -> None:
+        """Assign to `name` or `self.name`."""
+        owner, _, name = key.rpartition(".")
+        if not owner:
+            self.assign_name(env, name, value)
+            return
+        base = env.variables.get(owner)
+        if isinstance(base, Instance):
+            base.attributes[name] = value

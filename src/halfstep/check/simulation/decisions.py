@@ -1,0 +1,97 @@
+"""The answers of a run to what the script tests and the text does not decide."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from halfstep.check.regex import regex
+from halfstep.check.simulation.run import Run
+from halfstep.check.simulation.values import Negated, Tensor, Test, Unknown, is_plain
+
+__all__ = ["Decisions"]
+
+_OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+_RARE = regex(r"resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_")
+WINDOWS = (
+    2,
+    1,
+)  # micro-batches of a window, where the text does not decide it  # micro-batches of a window, where the text does not decide it
+
+
+class Decisions(Run):
+    """Decides."""
+
+    def truth(self, value: Any, default: int = 0) -> bool:
+        """Whether a value is true; a decision if that is not known."""
+        value = self.resolved(value)
+        if isinstance(value, Negated):
+            return not self.truth(value.value, 1 - default)
+        if isinstance(value, Test):
+            return self._decide_test(value, default)
+        if isinstance(value, Unknown | Tensor):
+            key = value.key if isinstance(value, Unknown) else self.path.fresh("tensor")
+            if self.path.answers.get(f"{key} is None") == 0:
+                return False
+            holds = self.path.choose(key, 2, 1 if _RARE.search(key) else default) == 0
+            if holds:
+                self.path.settle(f"{key} is None", 1)
+            return holds
+        if isinstance(value, dict | list | tuple | str | int | float | bool | bytes | type(None)):
+            return bool(value)
+        return True
+
+    def _decide_test(self, test: Test, default: int) -> bool:
+        question = test.question
+        if question not in self.path.answers:
+            implied = self._implied(test)
+            if implied is not None:
+                return implied
+            if test.operator == "is" and test.other is None and self.path.answers.get(test.key) == 0:
+                return False
+        holds = self.path.choose(question, 2, 1 if _RARE.search(question) else default) == 0
+        if holds and test.operator in {"==", "is"}:
+            self.bindings[test.key] = test.other
+        return holds
+
+    def _implied(self, test: Test) -> bool | None:
+        """What an earlier answer about the same value says."""
+        opposite = _OPPOSITE.get(test.operator)
+        answer = self.path.answers.get(f"{test.key} {opposite} {test.other!r}") if opposite else None
+        return None if answer is None else answer == 1
+
+    def resolved(self, value: Any) -> Any:
+        """The value that this run has decided on."""
+        if isinstance(value, Unknown) and value.key in self.bindings:
+            return self.bindings[value.key]
+        if isinstance(value, Test) and value.key in self.bindings and is_plain(self.bindings[value.key]):
+            return _compare(value.operator, self.bindings[value.key], value.other)
+        return value
+
+    def window(self, value: Unknown) -> int:
+        """The number of micro-batches that this run assumes for an unknown window."""
+        allowed = [n for n in WINDOWS if self._agrees(value.key, n)] or [WINDOWS[0]]
+        chosen = allowed[min(self.path.choose(f"{value.key} % window", len(allowed)), len(allowed) - 1)]
+        self.bindings[value.key] = chosen
+        return chosen
+
+    def _agrees(self, key: str, number: int) -> bool:
+        for sign in ("<", ">", "<=", ">=", "=="):
+            for other in (0, 1, 2):
+                answer = self.path.answers.get(f"{key} {sign} {other!r}")
+                if answer is not None and (answer == 0) != _compare(sign, number, other):
+                    return False
+        return self.path.answers.get(key) != 1  # 0 is false
+
+
+def _compare(sign: str, left: Any, right: Any) -> bool:
+    try:
+        if sign == "is":
+            return left is right
+        return bool(
+            {"==": operator.eq, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}[sign](
+                left, right
+            )
+        )
+    except TypeError:
+        return False

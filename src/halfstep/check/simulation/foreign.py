@@ -1,0 +1,149 @@
+"""What calls give in a simulated run: the script's own functions, torch's, and those of objects that another file created.
+
+An object from elsewhere is taken for what its name says: something called `scaler` whose `step` gets an optimizer is a scaler.
+Where such an object, or a loss, goes into code of another file, what that code does with it is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from halfstep.check.regex import regex
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.values import (
+    Instance,
+    Optimizer,
+    Params,
+    Scaler,
+    Tensor,
+    Unknown,
+    combined,
+    is_plain,
+    unknown,
+)
+
+__all__ = ["Foreign"]
+
+_OPTIMIZER = regex(r"(^|_)(opt|optim|optimizer|optimiser)(s|_\w+|\d*)?$|^opt[A-Z]|[Oo]ptimi[sz]er")
+_SCALER = regex(r"scaler")
+_HARMLESS = regex(
+    r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
+)
+_TRAINS = regex(r"backward|step|optimi|scaler|update|train|fit|grad|scale_loss|learn")
+_STABLE = regex(r"^(get|getattr|is_\w+|has_\w+|getboolean|getint|get_\w+|parse_args|parse_known_args|pop)$")
+
+
+class Foreign(Decisions):
+    """Calls what another file defines."""
+
+    def call_unknown(self, key: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a function of another file gives."""
+        name = key.rpartition(".")[2]
+        every = [*args, *kwargs.values()]
+        self.hand_over(name, every)
+        if any(self.models_in(a) for a in every) and self._creates_optimizer(key, node):
+            return self.optimizer(name, every, node)
+        if self.names_object(target := self.target_of(node)):
+            return Unknown(target)
+        if all(map(is_plain, every)) and _STABLE.search(name):
+            return unknown(f"{key}({', '.join(map(repr, args))})")
+        if any(isinstance(a, Tensor) for a in every) or (every and not all(map(is_plain, every))):
+            return self.forward(key, every)
+        return Unknown(self.path.fresh(key))
+
+    def forward(self, key: str, args: list[Any]) -> Tensor:
+        """What a model, or a function that is not known, computes from its arguments."""
+        if self.has_no_graph():
+            return Tensor(frozenset())
+        half, region = self.half_here()
+        tensors = combined(*args)
+        models = (
+            None if tensors.models is None else tensors.models | {key} | {a.key for a in args if isinstance(a, Unknown)}
+        )
+        own = frozenset({key}) if half else frozenset()
+        half = None if half is None or tensors.half is None else half or tensors.half
+        return Tensor(models, half, tensors.scaler, tensors.version, tensors.region or region, own | tensors.halved)
+
+    def hand_over(self, name: str, values: list[Any]) -> None:
+        """Code of another file gets these values."""
+        if _HARMLESS.search(name.lower()) and "backward" not in name:
+            return
+        for value in values:
+            if isinstance(value, Optimizer):
+                self.gradients.lose(optimizer=value)
+            elif isinstance(value, Scaler):
+                self.gradients.lose(scaler=value)
+            elif (isinstance(value, Unknown) and (self.is_scaler(value) or self.is_optimizer(value))) or (
+                isinstance(value, Instance)
+                and value.cls.lookup("forward") is ...
+                and any(isinstance(v, Optimizer | Scaler) for v in value.attributes.values())
+            ):
+                self.gradients.lose()
+        losses = (v for v in values if isinstance(v, Tensor) and v.models != frozenset())
+        if not name.startswith("on_") and _TRAINS.search(name.lower()) and any(losses):
+            self.gradients.lose()
+
+    def _creates_optimizer(self, key: str, node: ast.AST) -> bool:
+        """Whether a function of another file that gets parameters gives an optimizer, by its name or that of its result."""
+        name, target = key.rpartition(".")[2], self.target_of(node)
+        if "ema" in name.lower():
+            return False
+        return name[:1].isupper() or "opt" in key.lower() or bool(target and self.is_optimizer(Unknown(target)))
+
+    def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
+        """A new optimizer over what is passed first."""
+        models = self.models_in(args[0]) if args else None
+        made = Optimizer(self.target_of(node) or name, models, node)
+        self.gradients.optimizers.append(made)
+        return made
+
+    def models_in(self, value: Any) -> frozenset[str] | None:
+        """The models whose parameters a value has; None: not known."""
+        if isinstance(value, Params):
+            return value.models
+        if isinstance(value, dict):
+            return self.models_in(value.get("params")) if "params" in value else None
+        if isinstance(value, list | tuple):
+            parts = [self.models_in(part) for part in value]
+            known = [p for p in parts if p is not None]
+            return frozenset().union(*known) if known and len(known) == len(parts) else None
+        return None
+
+    def names_object(self, target: str) -> bool:
+        """Whether a variable is named like a scaler or an optimizer."""
+        return bool(target) and (self.is_scaler(Unknown(target)) or self.is_optimizer(Unknown(target)))
+
+    def is_scaler(self, value: Unknown) -> bool:
+        """Whether something that another file created is named like a scaler."""
+        return bool(_SCALER.search(value.key.rpartition(".")[2].lower()))
+
+    def is_optimizer(self, value: Unknown) -> bool:
+        """Whether something that another file created is named like an optimizer."""
+        last = value.key.rpartition(".")[2]
+        return bool(_OPTIMIZER.search(last)) and "sched" not in last
+
+    def as_object(self, value: Any) -> Any:
+        """The scaler or optimizer that an unknown value is by its name."""
+        if not isinstance(value, Unknown):
+            return value
+        if value.key not in self.objects:
+            if self.is_scaler(value):
+                made: Any = Scaler(value.key, True, None)
+                self.gradients.scalers.append(made)
+            elif self.is_optimizer(value):
+                made = Optimizer(value.key, None)
+                self.gradients.optimizers.append(made)
+            else:
+                return value
+            self.objects[value.key] = made
+        return self.objects[value.key]
+
+    def as_optimizer(self, value: Any) -> Any:
+        """What a scaler steps is an optimizer, whatever its name."""
+        if isinstance(value, Instance):
+            value = Unknown(value.key)
+        if isinstance(value, Unknown) and not isinstance(self.as_object(value), Optimizer):
+            self.objects[value.key] = Optimizer(value.key, None)
+            self.gradients.optimizers.append(self.objects[value.key])
+        return self.as_object(value)

@@ -1,0 +1,172 @@
+"""Calls of the script's own functions and classes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.statements import Left
+from halfstep.check.simulation.values import (
+    Autocast,
+    Class,
+    Env,
+    Func,
+    Instance,
+    Library,
+    NoGrad,
+    Partial,
+    Tensor,
+    Unknown,
+    combined,
+)
+
+__all__ = ["Functions"]
+
+MAX_DEPTH = 14  # of calls
+
+
+class Functions(Decisions):
+    """Calls what the script defines."""
+
+    def _value_Call(self, node: ast.Call, env: Env) -> Any:  # noqa: N802
+        if isinstance(node.func, ast.Name) and node.func.id == "super":
+            return self._super(env)
+        args, kwargs = self._arguments(node, env)
+        if isinstance(node.func, ast.Attribute):
+            base = self.value(node.func.value, env)
+            return self.call_method(base, node.func.attr, args, kwargs, node)
+        return self.call(self.value(node.func, env), args, kwargs, node)
+
+    def _super(self, env: Env) -> Any:
+        scope: Env | None = env
+        while scope is not None:
+            owner = scope.variables.get("self")
+            if isinstance(owner, Instance):
+                bases = [b for b in owner.cls.bases if isinstance(b, Class)]
+                return (owner, bases[0]) if bases else Library("super")
+            scope = scope.parent
+        return Library("super")
+
+    def _arguments(self, node: ast.Call, env: Env) -> tuple[list[Any], dict[str, Any]]:
+        args: list[Any] = []
+        for part in node.args:
+            value = self.value(part, env)
+            if isinstance(part, ast.Starred) and isinstance(value, list | tuple):
+                args += value
+            else:
+                args.append(value)
+        kwargs: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.value(keyword.value, env)
+            if keyword.arg is not None:
+                kwargs[keyword.arg] = value
+            elif isinstance(value, dict) and all(isinstance(k, str) for k in value):
+                kwargs |= value
+            else:
+                kwargs[""] = value  # unknown names
+        return args, kwargs
+
+    def call(self, function: Any, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a call gives."""
+        if isinstance(function, Partial):
+            return self.call(function.function, [*function.args, *args], function.kwargs | kwargs, node)
+        if isinstance(function, Func):
+            return self.call_function(function, args, kwargs, node)
+        if isinstance(function, Class):
+            return self._create(function, args, kwargs, node)
+        if isinstance(function, Instance):
+            own = function.cls.lookup("__call__")
+            if isinstance(own, Func):
+                return self.call_function(Func(own.node, own.env, function, own.cls), args, kwargs, node)
+            return self.forward(function.key, [*args, *kwargs.values()])
+        if isinstance(function, Library):
+            return self.call_library(function.full, args, kwargs, node)
+        if isinstance(function, Unknown):
+            return self.call_unknown(function.key, args, kwargs, node)
+        if isinstance(function, Tensor):
+            return combined(function, *args)
+        return Unknown(self.path.fresh("call"))
+
+    def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a function of the script returns."""
+        if len(self.active) >= MAX_DEPTH or function.node in self.active:
+            return Unknown(self.path.fresh("recursion"))
+        env = self.bind(function, args, kwargs)
+        if isinstance(function.node, ast.Lambda):
+            return self.value(function.node.body, env)
+        if self.relevance.yields(function.node):
+            return Unknown(self.path.fresh(function.node.name))  # its statements run later
+        depth = len(self.regions)
+        self.active.append(function.node)
+        try:
+            for decorator in function.node.decorator_list:
+                region = self.value(decorator, function.env)
+                if isinstance(region, Library):
+                    region = self.call(region, [], {}, decorator)
+                if isinstance(region, Autocast | NoGrad):
+                    self.regions.append(region)
+            self.run(function.node.body, env)
+        except Left as left:
+            return left.value
+        finally:
+            self.active.pop()
+            del self.regions[depth:]
+        return None
+
+    def create(self, cls: Class, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """An object of a class of the script."""
+        name = cls.node.name
+        instance = Instance(cls, self.path.fresh(name))
+        for each in reversed(cls.lineage()):
+            for key, value in each.attributes.items():
+                if not isinstance(value, Func):
+                    instance.attributes[key] = value
+        is_data = any("dataclass" in ast.unparse(d) for d in cls.node.decorator_list)
+        if is_data:
+            # Any field may be given by the caller; what this call passes is known.
+            for key in instance.attributes:
+                instance.attributes[key] = Unknown(f"{name}.{key}")
+            instance.attributes |= kwargs
+            return instance
+        constructor = cls.lookup("__init__")
+        if isinstance(constructor, Func):
+            self.call_function(Func(constructor.node, constructor.env, instance, constructor.cls), args, kwargs, node)
+        instance.is_built = True
+        return instance
+
+    def bind(self, function: Func, args: list[Any], kwargs: dict[str, Any]) -> Env:
+        """The variables of a function at its start."""
+        spec = function.node.args
+        env = Env(function.env, local=self.relevance.locals_of(function.node))
+        names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
+        if function.owner is not None and names:
+            args = [function.owner, *args]
+        defaults = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
+        defaults |= {a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None}
+        for name, value in zip(names, args, strict=False):
+            env.variables[name] = value
+        if spec.vararg is not None:
+            env.variables[spec.vararg.arg] = list(args[len(names) :])
+        known = {*names, *(a.arg for a in spec.kwonlyargs)}
+        env.variables |= {k: v for k, v in kwargs.items() if k in known}
+        for name in known - env.variables.keys():
+            is_open = None in kwargs or "" in kwargs or self.is_root(function)
+            env.variables[name] = (
+                self.value(defaults[name], function.env) if name in defaults and not is_open else Unknown(name)
+            )
+        if spec.kwarg is not None:
+            env.variables[spec.kwarg.arg] = Unknown(self.path.fresh(spec.kwarg.arg))
+        return env
+
+    def _create(self, cls: Class, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        libraries = {b.full for b in cls.libraries() if isinstance(b, Library)}
+        if any("torch.optim" in full or full.endswith("Optimizer") for full in libraries):
+            return self.optimizer(cls.node.name, args, node)
+        if any(full.endswith((".Module", "LightningModule")) for full in libraries) and not self.relevance.is_acting(
+            cls.node.name
+        ):
+            trains = any(self.relevance.is_acting(name) and name != "__init__" for name in cls.attributes)
+            if not trains:
+                return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}")
+        return self.create(cls, args, kwargs, node)

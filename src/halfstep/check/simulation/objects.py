@@ -1,0 +1,184 @@
+"""Methods of a simulated run: those of scalers, optimizers, losses and objects of the script."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+from halfstep.check.regex import regex
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.values import (
+    Class,
+    Func,
+    Instance,
+    Library,
+    Negated,
+    Optimizer,
+    Params,
+    Scaler,
+    Tensor,
+    Test,
+    Unknown,
+    combined,
+)
+
+__all__ = ["Objects"]
+
+_HARMLESS = regex(
+    r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
+)
+_DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|size|shape|float|int|type|dim)$")
+_SAME_OBJECT = {
+    "to",
+    "cuda",
+    "train",
+    "eval",
+    "float",
+    "half",
+    "double",
+    "bfloat16",
+    "requires_grad_",
+    "module",
+    "share_memory",
+    "compile",
+    "cpu",
+}
+_PARAMETERS = {"parameters", "named_parameters", "trainable_parameters", "get_parameters"}
+
+
+class Objects(Decisions):
+    """Calls methods."""
+
+    def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
+        """What a call of a method gives."""
+        if isinstance(base, tuple) and len(base) == 2 and isinstance(base[1], Class):  # super()
+            member = base[1].lookup(name)
+            if isinstance(member, Func):
+                return self.call_function(Func(member.node, member.env, base[0], member.cls), args, kwargs, node)
+            return Unknown(self.path.fresh(name))
+        if isinstance(base, Library):
+            return self.call_library(f"{base.full}.{name}", args, kwargs, node)
+        if isinstance(base, Unknown) and name in {
+            "scale",
+            "unscale_",
+            "step",
+            "update",
+            "zero_grad",
+            "is_enabled",
+            "get_scale",
+        }:
+            base = self.as_object(base)
+        if isinstance(base, Scaler):
+            return self.call_scaler(base, name, args, kwargs, node)
+        if isinstance(base, Optimizer):
+            return self.call_optimizer(base, name, args, node)
+        if isinstance(base, Tensor):
+            return self._call_tensor(base, name, args, node)
+        if isinstance(base, Instance):
+            return self._call_instance(base, name, args, kwargs, node)
+        if isinstance(base, Unknown):
+            return self._call_unknown_method(base, name, args, kwargs, node)
+        if isinstance(base, Params):
+            return base
+        if isinstance(base, Test | Negated):
+            return base
+        if isinstance(base, list | dict | str):
+            return self.call_native(base, name, args)
+        if isinstance(base, Class | Func):
+            return self.call(self.attribute(base, name, node.func), args, kwargs, node)
+        return Unknown(self.path.fresh(name))
+
+    def _call_instance(self, base: Instance, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
+        if name in base.attributes or base.cls.lookup(name) is not ...:
+            return self.call(self.attribute(base, name, node.func), args, kwargs, node)
+        if name in _PARAMETERS:
+            return Params(frozenset({base.key}))
+        if name in _SAME_OBJECT:
+            return base
+        if name == "zero_grad":
+            self.gradients.clear(frozenset({base.key}))
+            return None
+        if name in {"manual_backward", "backward_pass"}:
+            self.gradients.lose()
+            return None
+        self.hand_over(name, [*args, *kwargs.values()])
+        return self.forward(base.key, args) if name.startswith("forward") else Unknown(self.path.fresh(name))
+
+    def _call_tensor(self, base: Tensor, name: str, args: list[Any], node: ast.Call) -> Any:
+        if name == "backward":
+            self.gradients.backward(base, node)
+            return None
+        if name in {"detach", "detach_"}:
+            return Tensor(frozenset(), base.half, None, 0, base.region)
+        return Unknown(self.path.fresh(name)) if _DATA.search(name) and name != "float" else combined(base, *args)
+
+    def _call_unknown_method(
+        self, base: Unknown, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call
+    ) -> Any:
+        every = [*args, *kwargs.values()]
+        if name in _PARAMETERS:
+            return Params(frozenset({base.key}))
+        if name in _SAME_OBJECT:
+            if name == "requires_grad_":
+                self.gradients.is_partial = True
+            return base
+        if name == "backward":
+            if any(isinstance(a, Tensor | Unknown) for a in args):  # an engine's
+                self.gradients.lose()
+            else:
+                self.gradients.backward(Tensor(None, None), node)
+            return None
+        if name == "zero_grad":
+            self.gradients.clear(frozenset({base.key}))
+            return None
+        if name in {"step", "update"} and (args or not _HARMLESS.search(base.key.lower())):
+            if "engine" in base.key or "model" in base.key:
+                self.gradients.lose()
+            return Unknown(self.path.fresh(name))
+        return self.call_unknown(f"{base.key}.{name}", args, kwargs, node) if every or name else base
+
+    def call_scaler(self, scaler: Scaler, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
+        """A method of a GradScaler."""
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if name in {"step", "unscale_"}:
+            given = self.as_optimizer(given)
+            if isinstance(given, Optimizer) and node.args:
+                given.key = ast.unparse(node.args[0])
+        scaler.key = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else scaler.key
+        is_on = name not in {"is_enabled", "load_state_dict", "state_dict"} and self.truth(scaler.enabled)
+        if name == "is_enabled":
+            return scaler.enabled
+        if name == "scale":
+            loss = given if isinstance(given, Tensor) else Tensor(None, None)
+            if isinstance(given, list | tuple):
+                loss = combined(*given)
+            if not is_on:
+                # Whether the region is on then is another setting's answer, unless both are written out.
+                return loss if scaler.enabled is False else dataclasses.replace(loss, half=loss.half and None)
+            return Tensor(loss.models, loss.half, scaler, scaler.version, loss.region)
+        if name == "unscale_" and is_on and isinstance(given, Optimizer):
+            self.gradients.unscale(scaler, given, node)
+        elif name == "step" and isinstance(given, Optimizer):
+            (self.gradients.scaler_step(scaler, given, node) if is_on else self.gradients.step(given, node))
+        elif name in {"step", "unscale_"}:
+            self.gradients.lose()
+        elif name == "update" and is_on and not args and not kwargs:
+            self.gradients.update(scaler, node)
+        elif name == "update" and is_on:
+            self.gradients.lose(scaler=scaler)
+        return Unknown(self.path.fresh(name))
+
+    def call_optimizer(self, optimizer: Optimizer, name: str, args: list[Any], node: ast.Call) -> Any:
+        """A method of an optimizer."""
+        if isinstance(node.func, ast.Attribute):
+            optimizer.key = ast.unparse(node.func.value)
+        if name == "zero_grad":
+            self.gradients.clear(None, optimizer)
+        elif name == "step" and not args:
+            self.gradients.step(optimizer, node)
+        elif name not in {"state_dict", "load_state_dict", "add_param_group", "train", "eval"}:
+            self.gradients.lose(optimizer=optimizer)
+        elif name == "add_param_group":
+            optimizer.models = None
+        return Unknown(self.path.fresh(name))

@@ -1,0 +1,124 @@
+"""Operators and comparisons of a simulated run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from typing import Any
+
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.values import Env, Library, Negated, Params, Tensor, Test, Unknown, combined, is_plain
+
+__all__ = ["Operators"]
+
+_OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.BitOr: operator.or_, ast.BitAnd: operator.and_,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip  # fmt: skip
+_SYMBOLS: dict[type, str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip  # fmt: skip
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+class Operators(Decisions):
+    """Evaluates operators."""
+
+    def _value_BoolOp(self, node: ast.BoolOp, env: Env) -> Any:  # noqa: N802
+        wanted = isinstance(node.op, ast.Or)
+        for part in node.values[:-1]:
+            value = self.value(part, env)
+            if self.truth(value) == wanted:
+                return value if wanted else (value if is_plain(value) else False)
+        return self.value(node.values[-1], env)
+
+    def _value_UnaryOp(self, node: ast.UnaryOp, env: Env) -> Any:  # noqa: N802
+        value = self.value(node.operand, env)
+        if isinstance(node.op, ast.Not):
+            if isinstance(value, Unknown | Test | Negated | Tensor):
+                return Negated(value)
+            return not self.truth(value)
+        if isinstance(node.op, ast.USub) and isinstance(value, int | float):
+            return -value
+        return value
+
+    def _value_BinOp(self, node: ast.BinOp, env: Env) -> Any:  # noqa: N802
+        left, right = self.value(node.left, env), self.value(node.right, env)
+        if isinstance(node.op, ast.Mod) and isinstance(left, int | float) and isinstance(right, Unknown):
+            right = self.window(right)
+        if isinstance(left, Tensor) or isinstance(right, Tensor):
+            return combined(left, right)
+        if isinstance(left, Params) or isinstance(right, Params):
+            return Params(frozenset().union(*(side.models for side in (left, right) if isinstance(side, Params))))
+        if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
+            return left + right
+        if is_plain(left) and is_plain(right):
+            try:
+                return _OPERATORS[type(node.op)](left, right)
+            except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError):
+                return Unknown(self.path.fresh("result"))
+        if all(isinstance(side, Unknown | int | float) for side in (left, right)):
+            sign = _SYMBOLS.get(type(node.op), "?")
+            return Unknown(f"({_key(left)} {sign} {_key(right)})")
+        return Unknown(self.path.fresh("result"))
+
+    def _value_Compare(self, node: ast.Compare, env: Env) -> Any:  # noqa: N802
+        left, sign = self.value(node.left, env), node.ops[0]
+        right = self.value(node.comparators[0], env)
+        if len(node.ops) > 1:
+            return Unknown(self.path.fresh("comparison"))
+        if isinstance(sign, ast.In | ast.NotIn):
+            result = self._contains(right, left)
+            return Negated(result) if isinstance(sign, ast.NotIn) else result
+        return self._compared(left, sign, right)
+
+    def _compared(self, left: Any, sign: ast.cmpop, right: Any) -> Any:
+        if is_plain(left) and is_plain(right):
+            try:
+                return _OPERATORS[type(sign)](left, right)
+            except (KeyError, TypeError):
+                return Unknown(self.path.fresh("comparison"))
+        if isinstance(left, Library) and isinstance(right, Library):
+            same = left == right
+            return same if isinstance(sign, ast.Eq | ast.Is) else not same
+        if not isinstance(left, Unknown) and isinstance(right, Unknown):
+            left, right, is_mirrored = right, left, True
+        else:
+            is_mirrored = False
+        if isinstance(left, Unknown) and (is_plain(right) or isinstance(right, Library)):
+            if isinstance(sign, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
+                name = "is" if right is None else "=="
+                test = Test(left.key, name, right)
+                return test if isinstance(sign, ast.Eq | ast.Is) else Negated(test)
+            symbol = _SYMBOLS[type(sign)]
+            return Test(left.key, _MIRRORED[symbol] if is_mirrored else symbol, right)
+        if isinstance(left, Unknown) and isinstance(right, Unknown):
+            if left == right and isinstance(sign, ast.Eq | ast.NotEq | ast.Is | ast.IsNot):
+                return isinstance(sign, ast.Eq | ast.Is)  # `x != x` is a test for NaN
+            if isinstance(sign, ast.NotEq | ast.IsNot):
+                return Negated(Unknown(f"{left.key} == {right.key}"))
+            return Unknown(f"{left.key} {_SYMBOLS.get(type(sign), '==')} {right.key}")
+        if isinstance(sign, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and (left is None or right is None):
+            return isinstance(sign, ast.IsNot | ast.NotEq)  # an object of ours is not None
+        return Unknown(self.path.fresh("comparison"))
+
+    def _contains(self, container: Any, item: Any) -> Any:
+        if is_plain(container) and is_plain(item):
+            try:
+                return item in container
+            except TypeError:
+                return Unknown(self.path.fresh("membership"))
+        if isinstance(container, dict) and is_plain(item):
+            return item in container
+        if isinstance(item, Unknown) and isinstance(container, list | tuple) and is_plain(container):
+            return any(self.truth(Test(item.key, "==", each), 1) for each in container)
+        if isinstance(item, str) and isinstance(container, Unknown):
+            return Unknown(f"{item!r} in {container.key}")
+        return Unknown(self.path.fresh("membership"))
+
+
+def _key(value: Any) -> str:
+    return value.key if isinstance(value, Unknown) else repr(value)

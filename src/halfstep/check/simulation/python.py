@@ -1,0 +1,201 @@
+"""What Python's own functions and containers give in a simulated run."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.values import (
+    Instance,
+    Negated,
+    Params,
+    Partial,
+    Tensor,
+    Test,
+    Unknown,
+    combined,
+    is_plain,
+)
+
+__all__ = ["Python"]
+
+_LEN = 4  # of what a loop runs through, if the text does not decide it  # of what a loop runs through, if the text does not decide it
+
+
+class Python(Decisions):
+    """Calls Python's own."""
+
+    def _builtin_range(self, args: list[Any], node: ast.AST) -> Any:
+        if args and all(isinstance(a, int) for a in args):
+            try:
+                return range(*args)
+            except (TypeError, ValueError):
+                return Unknown(self.path.fresh("range"))
+        first = args[0] if len(args) > 1 else 0
+        return Partial("range", [first], {})
+
+    def _builtin_enumerate(self, args: list[Any], node: ast.AST) -> Any:
+        start = args[1] if len(args) > 1 else 0
+        if args and isinstance(args[0], list | tuple) and isinstance(start, int):
+            return [(start + i, each) for i, each in enumerate(args[0])]
+        return Partial("enumerate", [args[0] if args else None, start], {})
+
+    def _builtin_len(self, args: list[Any], node: ast.AST) -> Any:
+        value = args[0] if args else None
+        if isinstance(value, list | tuple | dict | str):
+            return len(value)
+        return _LEN if isinstance(value, Unknown) else Unknown(self.path.fresh("len"))
+
+    def _builtin_zip(self, args: list[Any], node: ast.AST) -> Any:
+        if args and all(isinstance(a, list | tuple) for a in args):
+            return list(zip(*args, strict=False))
+        return Unknown(self.path.fresh("zip"))
+
+    def _builtin_isinstance(self, args: list[Any], node: ast.AST) -> Any:
+        value = args[0] if args else None
+        key = value.key if isinstance(value, Unknown) else self.path.fresh("isinstance")
+        return Unknown(f"isinstance({key}, {getattr(args[1], 'full', '?') if len(args) > 1 else ''})")
+
+    def _builtin_hasattr(self, args: list[Any], node: ast.AST) -> Any:
+        value, name = (args[0], args[1]) if len(args) > 1 else (None, "")
+        if isinstance(value, Instance) and isinstance(name, str):
+            if name in value.attributes or value.cls.lookup(name) is not ...:
+                return True
+            if not value.cls.libraries():
+                return False
+        return Unknown(f"hasattr({value.key if isinstance(value, Unknown) else self.path.fresh('object')}, {name!r})")
+
+    def _builtin_getattr(self, args: list[Any], node: ast.AST) -> Any:
+        if len(args) > 1 and isinstance(args[1], str):
+            value, name = args[0], args[1]
+            if isinstance(value, Instance) and name not in value.attributes and value.cls.lookup(name) is ...:
+                return (
+                    args[2] if len(args) > 2 and not value.cls.libraries() else Unknown(f"{value.cls.node.name}.{name}")
+                )
+            return self.attribute(value, name, node)
+        return Unknown(self.path.fresh(f"{getattr(args[0], 'full', 'object')}.getattr" if args else "getattr"))
+
+    def _builtin_setattr(self, args: list[Any], node: ast.AST) -> Any:
+        if len(args) == 3 and isinstance(args[0], Instance) and isinstance(args[1], str):
+            args[0].attributes[args[1]] = args[2]
+
+    def _number(self, args: list[Any]) -> Any:
+        value = args[0] if args else 0
+        if isinstance(value, int | float | bool):
+            return value
+        return value if isinstance(value, Unknown | Test | Negated) else Unknown(self.path.fresh("number"))
+
+    def _builtin_int(self, args: list[Any], node: ast.AST) -> Any:
+        value = self._number(args)
+        return int(value) if isinstance(value, float) and abs(value) < 1e9 else value
+
+    def _builtin_float(self, args: list[Any], node: ast.AST) -> Any:
+        return self._number(args)
+
+    def _builtin_bool(self, args: list[Any], node: ast.AST) -> Any:
+        value = args[0] if args else False
+        return value if isinstance(value, Unknown | Test | Negated) else self.truth(value)
+
+    def _largest(self, args: list[Any], choose: Any) -> Any:
+        values = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+        if values and all(isinstance(v, int | float) for v in values):
+            return choose(values)
+        others = [v for v in values if isinstance(v, Unknown)]
+        if choose is max and len(values) == 2 and 1 in values and others:  # max(1, accumulate)
+            return others[0]
+        return combined(*values) if any(isinstance(v, Tensor) for v in values) else Unknown(self.path.fresh("extreme"))
+
+    def _builtin_max(self, args: list[Any], node: ast.AST) -> Any:
+        return self._largest(args, max)
+
+    def _builtin_min(self, args: list[Any], node: ast.AST) -> Any:
+        return self._largest(args, min)
+
+    def _builtin_sum(self, args: list[Any], node: ast.AST) -> Any:
+        values = args[0] if args else []
+        if isinstance(values, list | tuple) and any(isinstance(v, Tensor) for v in values):
+            return combined(*values)
+        return values if isinstance(values, Params | Tensor) else Unknown(self.path.fresh("sum"))
+
+    def _builtin_list(self, args: list[Any], node: ast.AST) -> Any:
+        if not args:
+            return []
+        return list(args[0]) if isinstance(args[0], list | tuple | range) else args[0]
+
+    _builtin_tuple = _builtin_list
+
+    _builtin_set = _builtin_list
+
+    _builtin_iter = _builtin_list
+
+    _builtin_sorted = _builtin_list
+
+    _builtin_reversed = _builtin_list
+
+    def _builtin_filter(self, args: list[Any], node: ast.AST) -> Any:
+        return args[1] if len(args) > 1 else Unknown(self.path.fresh("filter"))
+
+    def _builtin_next(self, args: list[Any], node: ast.AST) -> Any:
+        return args[0] if args and isinstance(args[0], Params) else Unknown(self.path.fresh("batch"))
+
+    def _builtin_dict(self, args: list[Any], node: ast.AST) -> Any:
+        return dict(args[0]) if args and isinstance(args[0], dict) else Unknown(self.path.fresh("dict"))
+
+    def _builtin_print(self, args: list[Any], node: ast.AST) -> Any:
+        return None
+
+    def call_native(self, base: Any, name: str, args: list[Any]) -> Any:
+        """What a method of a list, dictionary or string gives."""
+        if isinstance(base, list):
+            if name == "append" and args:
+                base.append(args[0])
+                return None
+            if name == "extend" and args:
+                base.extend(args[0] if isinstance(args[0], list | tuple) else args[:1])
+                return None
+        if isinstance(base, dict):
+            if name == "get" and args and is_plain(args[0]):
+                return base.get(args[0], args[1] if len(args) > 1 else None)
+            if name in {"items", "values", "keys"}:
+                return [*map(tuple, base.items())] if name == "items" else list(getattr(base, name)())
+            if name == "update" and args and isinstance(args[0], dict):
+                base.update(args[0])
+                return None
+        if (
+            isinstance(base, str)
+            and name in {"lower", "upper", "strip", "startswith", "endswith", "split", "replace"}
+            and all(map(is_plain, args))
+        ):
+            try:
+                return getattr(base, name)(*args)
+            except (TypeError, ValueError):
+                return Unknown(self.path.fresh(name))
+        return Unknown(self.path.fresh(name))
+
+    def elements(self, value: Any, limit: int) -> list[Any]:
+        """What a loop over a value assigns, at most `limit` times unless the values are the script's own."""
+        if isinstance(value, list | tuple):
+            return list(value[: max(limit, 8)])
+        if isinstance(value, dict):
+            return list(value)[:8]
+        if isinstance(value, Params):
+            return [value] * min(limit, 2)
+        if isinstance(value, range):
+            return list(value[:limit]) if len(value) > limit else list(value)
+        return [self._element(value) for _ in range(limit)]
+
+    def _element(self, value: Any) -> Any:
+        if isinstance(value, Partial) and value.function == "enumerate":
+            count = value.args[1]
+            value.args[1] = count + 1 if isinstance(count, int) else count
+            return (count, self._element(value.args[0]))
+        if isinstance(value, Partial) and value.function == "range":
+            first = value.args[0]
+            if not isinstance(first, int):
+                return Unknown(self.path.fresh("index"))
+            value.args[0] = first + 1
+            return first
+        if isinstance(value, Params):
+            return value
+        return Unknown(self.path.fresh("batch"))

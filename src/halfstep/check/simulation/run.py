@@ -1,0 +1,134 @@
+"""One simulated run: its state, and what its parts call of each other.
+
+decisions    unknown conditions         -> the answers of this run
+expressions  names, attributes, tables  -> values
+operators    operators and comparisons  -> values
+assignments  targets                    -> variables
+statements   branches, loops, regions   -> what is run, how often
+functions    the script's functions     -> what they return
+objects      methods                    -> events of scalers, optimizers and losses
+library      torch                      -> regions, scalers, optimizers
+python       Python's own functions     -> values
+foreign      what is not known          -> what may have happened
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from halfstep.check.simulation.gradients import Gradients
+from halfstep.check.simulation.paths import Path
+from halfstep.check.simulation.relevance import Relevance
+from halfstep.check.simulation.values import Autocast, Env, Func, NoGrad, Optimizer, Tensor
+
+__all__ = ["Run"]
+
+
+class Run:
+    """The state of a run."""
+
+    def __init__(self, relevance: Relevance, table: dict[str, str], targets: dict[ast.AST, str], path: Path) -> None:
+        self.relevance, self.table, self.targets, self.path = relevance, table, targets, path
+        self.gradients = Gradients()
+        self.regions: list[Autocast | NoGrad] = []
+        self.active: list[ast.AST] = []  # functions that run
+        self.bindings: dict[str, Any] = {}  # values of unknown keys that this run has decided on
+        self.objects: dict[str, Any] = {}  # scalers and optimizers that another file created, by key
+        self.roots: frozenset[ast.AST] = frozenset()  # functions that nothing in the script calls
+
+    # --- what the parts call of each other ------------------------------------------------------------------------------
+
+    def value(self, node: ast.expr, env: Env) -> Any:
+        """The value of an expression."""
+        raise NotImplementedError
+
+    def attribute(self, base: Any, name: str, node: ast.AST) -> Any:
+        """An attribute of a value."""
+        raise NotImplementedError
+
+    def assign(self, target: ast.expr, value: Any, env: Env) -> None:
+        """Assign to a name, an attribute, an element or several."""
+        raise NotImplementedError
+
+    def run(self, body: list[ast.stmt], env: Env) -> None:
+        """Run a block."""
+        raise NotImplementedError
+
+    def call(self, function: Any, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a call gives."""
+        raise NotImplementedError
+
+    def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a function of the script returns."""
+        raise NotImplementedError
+
+    def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
+        """What a call of a method gives."""
+        raise NotImplementedError
+
+    def call_library(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a function or class of a library gives."""
+        raise NotImplementedError
+
+    def call_unknown(self, key: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """What a function of another file gives."""
+        raise NotImplementedError
+
+    def call_native(self, base: Any, name: str, args: list[Any]) -> Any:
+        """What a method of a list, dictionary or string gives."""
+        raise NotImplementedError
+
+    def forward(self, key: str, args: list[Any]) -> Tensor:
+        """What a model, or a function that is not known, computes from its arguments."""
+        raise NotImplementedError
+
+    def hand_over(self, name: str, values: list[Any]) -> None:
+        """Code of another file gets these values."""
+        raise NotImplementedError
+
+    def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
+        """A new optimizer over what is passed first."""
+        raise NotImplementedError
+
+    def models_in(self, value: Any) -> frozenset[str] | None:
+        """The models whose parameters a value has; None: not known."""
+        raise NotImplementedError
+
+    def as_object(self, value: Any) -> Any:
+        """The scaler or optimizer that an unknown value is by its name."""
+        raise NotImplementedError
+
+    def as_optimizer(self, value: Any) -> Any:
+        """The optimizer that a scaler is given."""
+        raise NotImplementedError
+
+    def names_object(self, target: str) -> bool:
+        """Whether a variable is named like a scaler or an optimizer."""
+        raise NotImplementedError
+
+    def elements(self, value: Any, limit: int) -> list[Any]:
+        """What a loop over a value assigns."""
+        raise NotImplementedError
+
+    def may_cast(self, context: Any, node: ast.expr) -> bool:
+        """Whether an unknown context may be an autocast region."""
+        raise NotImplementedError
+
+    def half_here(self) -> tuple[bool | None, ast.AST | None]:
+        """Whether this computes in float16 autocast, and in which region; None: not known."""
+        raise NotImplementedError
+
+    def has_no_graph(self) -> bool:
+        """Whether this runs without a graph."""
+        raise NotImplementedError
+
+    # --- queries ----------------------------------------------------------------------------------------------------------
+
+    def target_of(self, node: ast.AST) -> str:
+        """The variable that a call is assigned to, as the text has it."""
+        return self.targets.get(node, "")
+
+    def is_root(self, function: Func) -> bool:
+        """Whether nothing in the script calls a function."""
+        return function.node in self.roots and not self.active
