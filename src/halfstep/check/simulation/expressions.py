@@ -64,8 +64,8 @@ class Expressions(Decisions):
         if isinstance(base, Instance):
             return self._of_instance(base, name, node)
         if isinstance(base, Class):
-            found = base.lookup(name)
-            return unknown(f"{base.node.name}.{name}") if found is ... else found
+            member = base.lookup(name)
+            return unknown(f"{base.node.name}.{name}") if member is ... else member
         if isinstance(base, Unknown):
             return unknown(base.key if name == "module" else f"{base.key}.{name}")
         if isinstance(base, Tensor):

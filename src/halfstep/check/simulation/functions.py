@@ -92,20 +92,14 @@ class Functions(Decisions):
         """What a function of the script returns."""
         if len(self.active) >= MAX_DEPTH or function.node in self.active:
             return Unknown(self.path.fresh("recursion"))
-        env = self.bind(function, args, kwargs)
-        if isinstance(function.node, ast.Lambda):
-            return self.value(function.node.body, env)
-        if self.relevance.yields(function.node):
-            return Unknown(self.path.fresh(function.node.name))  # its statements run later
-        depth = len(self.regions)
+        depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
         try:
-            for decorator in function.node.decorator_list:
-                region = self.value(decorator, function.env)
-                if isinstance(region, Library):
-                    region = self.call(region, [], {}, decorator)
-                if isinstance(region, Autocast | NoGrad):
-                    self.regions.append(region)
+            if isinstance(function.node, ast.Lambda):
+                return self.value(function.node.body, env)
+            if self.relevance.yields(function.node):
+                return Unknown(self.path.fresh(function.node.name))  # its statements run later
+            self._enter_decorators(function.node.decorator_list, function.env)
             self.run(function.node.body, env)
         except Left as left:
             return left.value
@@ -113,6 +107,14 @@ class Functions(Decisions):
             self.active.pop()
             del self.regions[depth:]
         return None
+
+    def _enter_decorators(self, decorators: list[ast.expr], env: Env) -> None:
+        for decorator in decorators:
+            region = self.value(decorator, env)
+            if isinstance(region, Library):  # without parentheses
+                region = self.call(region, [], {}, decorator)
+            if isinstance(region, Autocast | NoGrad):
+                self.regions.append(region)
 
     def create(self, cls: Class, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """An object of a class of the script."""

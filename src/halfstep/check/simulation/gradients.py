@@ -67,8 +67,9 @@ class Gradients:
     def unscale(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
         """`scaler.unscale_(optimizer)` of an enabled scaler."""
         self._meet(optimizer)
-        if optimizer in scaler.unscaled and scaler.is_sure and optimizer.is_sure:
+        if (optimizer in scaler.unscaled or optimizer in scaler.stepped) and scaler.is_sure and optimizer.is_sure:
             self._unscaled_twice(scaler, optimizer, node)
+        self._check(scaler, optimizer)
         scaler.unscaled[optimizer] = node
         self._skips_at[scaler, optimizer] = self.skips
         optimizer.unscaled = len(self.backwards)
@@ -90,17 +91,23 @@ class Gradients:
         name, parts = scaler.key, self._parts(optimizer)
         if optimizer in scaler.stepped and scaler.is_sure:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
-        elif parts is not None and scaler.is_sure:
+        if optimizer not in scaler.unscaled:
+            self._check(scaler, optimizer)
+        if scaler.is_sure and self.is_sure and self.backwards and optimizer not in scaler.checked:
+            self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
+        if parts and scaler.is_sure:
             self._judge_parts(scaler, optimizer, parts, node)
         scaler.stepped[optimizer] = node
+
+    def _check(self, scaler: Scaler, optimizer: Optimizer) -> None:
+        """An optimizer's gradients, if it has any, are checked for inf."""
+        if self._parts(optimizer) != []:
+            scaler.checked.add(optimizer)
 
     def _judge_parts(self, scaler: Scaler, optimizer: Optimizer, parts: list[_Backward], node: ast.AST) -> None:
         name = scaler.key
         own = [p for p in parts if p.loss.scaler is scaler]
-        if not parts:
-            if optimizer not in scaler.unscaled and self.is_sure and self.backwards:
-                self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
-        elif bare := [p for p in parts if p.loss.scaler is None]:
+        if bare := [p for p in parts if p.loss.scaler is None]:
             if self.is_sure and all(p.loss.models is not None for p in bare):
                 self._add("HS102", bare[0].node, f"this loss is not scaled, but `{name}.step` divides its gradients by the scale", f"write {name}.scale(loss).backward()")  # fmt: skip
         elif any(p.loss.version != scaler.version for p in own) and optimizer not in scaler.unscaled:
@@ -111,12 +118,13 @@ class Gradients:
     def update(self, scaler: Scaler, node: ast.AST) -> None:
         """`scaler.update()` of an enabled scaler."""
         name = scaler.key
-        if not scaler.unscaled and not scaler.stepped and scaler.is_sure and self.is_sure:
+        if not scaler.checked and scaler.is_sure and self.is_sure:
             waiting = any(self._parts(o) for o in self.optimizers) or (self.backwards and not self.optimizers)
             self._add("HS107" if waiting else "HS115", node, f"`{name}.update()` can run without a `step` before it: it raises AssertionError, because no gradients were checked for inf", f"call {name}.update() only after {name}.step")  # fmt: skip
         scaler.version += 1
         scaler.unscaled.clear()
         scaler.stepped.clear()
+        scaler.checked.clear()
         scaler.is_sure = True
 
     def step(self, optimizer: Optimizer, node: ast.AST) -> None:

@@ -76,11 +76,11 @@ class Libraries(Decisions):
     def _autocast(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Autocast:
         is_general = full in {"torch.amp.autocast", "torch.autocast", "torch.amp.autocast_mode.autocast"}
         names = ("device_type", "dtype", "enabled") if is_general else ("enabled", "dtype")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        device = given.get("device_type", "?") if is_general else ("cpu" if ".cpu." in full else "cuda")
-        dtype = given.get("dtype")
+        passed = dict(zip(names, args, strict=False)) | kwargs
+        device = passed.get("device_type", "?") if is_general else ("cpu" if ".cpu." in full else "cuda")
+        dtype = passed.get("dtype")
         if "" in kwargs:
-            return Autocast("", given.get("enabled", True), node)
+            return Autocast("", passed.get("enabled", True), node)
         if dtype is None:
             default = {"cuda": "float16", "cpu": "bfloat16"}
             name = default.get(device.partition(":")[0], "") if isinstance(device, str) else ""
@@ -95,7 +95,7 @@ class Libraries(Decisions):
                 if full_name in _FP32
                 else ""
             )
-        return Autocast(name, given.get("enabled", True), node)
+        return Autocast(name, passed.get("enabled", True), node)
 
     def call_library(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """What a function or class of a library gives."""

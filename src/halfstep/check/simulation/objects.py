@@ -140,27 +140,27 @@ class Objects(Decisions):
 
     def call_scaler(self, scaler: Scaler, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         """A method of a GradScaler."""
-        given = args[0] if args else next(iter(kwargs.values()), None)
+        passed = args[0] if args else next(iter(kwargs.values()), None)
         if name in {"step", "unscale_"}:
-            given = self.as_optimizer(given)
-            if isinstance(given, Optimizer) and node.args:
-                given.key = ast.unparse(node.args[0])
+            passed = self.as_optimizer(passed)
+            if isinstance(passed, Optimizer) and node.args:
+                passed.key = ast.unparse(node.args[0])
         scaler.key = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else scaler.key
         is_on = name not in {"is_enabled", "load_state_dict", "state_dict"} and self.truth(scaler.enabled)
         if name == "is_enabled":
             return scaler.enabled
         if name == "scale":
-            loss = given if isinstance(given, Tensor) else Tensor(None, None)
-            if isinstance(given, list | tuple):
-                loss = combined(*given)
+            loss = passed if isinstance(passed, Tensor) else Tensor(None, None)
+            if isinstance(passed, list | tuple):
+                loss = combined(*passed)
             if not is_on:
                 # Whether the region is on then is another setting's answer, unless both are written out.
                 return loss if scaler.enabled is False else dataclasses.replace(loss, half=loss.half and None)
             return Tensor(loss.models, loss.half, scaler, scaler.version, loss.region)
-        if name == "unscale_" and is_on and isinstance(given, Optimizer):
-            self.gradients.unscale(scaler, given, node)
-        elif name == "step" and isinstance(given, Optimizer):
-            (self.gradients.scaler_step(scaler, given, node) if is_on else self.gradients.step(given, node))
+        if name == "unscale_" and is_on and isinstance(passed, Optimizer):
+            self.gradients.unscale(scaler, passed, node)
+        elif name == "step" and isinstance(passed, Optimizer):
+            (self.gradients.scaler_step(scaler, passed, node) if is_on else self.gradients.step(passed, node))
         elif name in {"step", "unscale_"}:
             self.gradients.lose()
         elif name == "update" and is_on and not args and not kwargs:

@@ -21,6 +21,7 @@ _SYMBOLS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip  # fmt: skip
+MAX_NUMBER = 2**63
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
@@ -56,14 +57,21 @@ class Operators(Decisions):
         if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
             return left + right
         if is_plain(left) and is_plain(right):
-            try:
-                return _OPERATORS[type(node.op)](left, right)
-            except (KeyError, TypeError, ValueError, ArithmeticError, MemoryError):
-                return Unknown(self.path.fresh("result"))
+            return self._computed(left, node.op, right)
         if all(isinstance(side, Unknown | int | float) for side in (left, right)):
             sign = _SYMBOLS.get(type(node.op), "?")
             return Unknown(f"({_key(left)} {sign} {_key(right)})")
         return Unknown(self.path.fresh("result"))
+
+    def _computed(self, left: Any, sign: ast.operator, right: Any) -> Any:
+        try:
+            if isinstance(sign, ast.Mult) and not all(isinstance(side, int | float) for side in (left, right)):
+                return Unknown(self.path.fresh("result"))  # a text of any length
+            result = _OPERATORS[type(sign)](left, right)
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            return Unknown(self.path.fresh("result"))
+        too_large = isinstance(result, int) and abs(result) > MAX_NUMBER
+        return Unknown(self.path.fresh("result")) if too_large else result
 
     def _value_Compare(self, node: ast.Compare, env: Env) -> Any:  # noqa: N802
         left, sign = self.value(node.left, env), node.ops[0]

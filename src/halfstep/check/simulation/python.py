@@ -121,7 +121,7 @@ class Python(Decisions):
     def _builtin_list(self, args: list[Any], node: ast.AST) -> Any:
         if not args:
             return []
-        return list(args[0]) if isinstance(args[0], list | tuple | range) else args[0]
+        return list(args[0]) if isinstance(args[0], list | tuple) else args[0]
 
     _builtin_tuple = _builtin_list
 

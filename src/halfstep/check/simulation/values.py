@@ -173,6 +173,7 @@ class Scaler:
     version: int = 0
     unscaled: dict[Optimizer, ast.AST] = field(default_factory=dict)
     stepped: dict[Optimizer, ast.AST] = field(default_factory=dict)
+    checked: set[Optimizer] = field(default_factory=set)  # those with gradients when they were unscaled or stepped
     is_sure: bool = True  # no code of another file had it since the last update
 
 
