@@ -104,7 +104,9 @@ def test_a_function_that_scales_and_steps_with_its_parameter_has_to_update(name,
 
 def test_a_function_whose_backward_is_optional_leaves_the_update_to_its_caller():
     """With `if not already_backward:` the caller does a part of the iteration itself, and may also update."""
-    text = TRAIN.format(name="train_step", more="").replace("    scaler.scale", "    if not done:\n        scaler.scale")
+    text = TRAIN.format(name="train_step", more="").replace(
+        "    scaler.scale", "    if not done:\n        scaler.scale"
+    )
     assert codes(text.replace("scaler):", "scaler, done=False):"), "HS101") == []
 
 
