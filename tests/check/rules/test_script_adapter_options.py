@@ -29,6 +29,8 @@ def codes(text, *names):
         "    else:\n        model = get_peft_model(model, LoraConfig())\n",
         "if opt.tuning == 'qlora':\n    model = get_peft_model(prepare(model), LoraConfig())\n"
         "elif opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\nelif opt.tuning != 'full':\n    raise ValueError\n",
+        "if opt.lora:\n    model = get_peft_model(model, LoraConfig())\nelse:\n    model.embed.requires_grad_(False)\n",
         "if opt.tuning == 'full':\n    pass\nelif opt.lora_path:\n    model = PeftModel.from_pretrained(model, opt.lora_path)\n",
     ],
 )
@@ -45,10 +47,15 @@ def test_a_path_without_adapters_trains_all_weights(adapters):
         "elif opt.tuning == 'dora':\n    model = get_peft_model(model, LoraConfig(use_dora=True))\n"
         "else:\n    model = get_peft_model(model, LoraConfig())\n",
         "config = make_lora_config(opt)\nmodel = get_peft_model(model, config)\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\nelse:\n    raise ValueError(opt.tuning)\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\n"
+        "elif opt.tuning == 'freeze':\n    for name, p in model.named_parameters():\n        p.requires_grad = False\n"
+        "elif opt.tuning == 'dora':\n    model = get_peft_model(model, LoraConfig(use_dora=True))\nelse:\n    raise ValueError\n",
+        "if opt.lora:\n    model = get_peft_model(model, LoraConfig())\nelse:\n    model.requires_grad_(False)\n",
     ],
 )
 def test_adapters_on_every_path_are_silent(adapters):
-    """Each branch attaches adapters, which are float32."""
+    """Each branch attaches adapters, which are float32, freezes the model or raises."""
     assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS166", "HS277") == []
 
 
