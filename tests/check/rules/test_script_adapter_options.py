@@ -39,6 +39,33 @@ def test_a_path_without_adapters_trains_all_weights(adapters):
     assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS277") == ["HS277"]
 
 
+QUANTIZED = """\
+if opt.load_in_4bit:
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    {low}
+else:
+    config = None
+    {other}
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=config, torch_dtype=weights)
+peft_config = LoraConfig() if opt.use_peft else None
+trainer = Trainer(model=model, args=TrainingArguments('out', bf16=True), peft_config=peft_config)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("low", "other", "expected"),
+    [
+        ("weights = torch.bfloat16", "weights = torch.float32", []),
+        ("weights = torch.float32", "weights = torch.bfloat16", ["HS277"]),
+        ("weights = torch.bfloat16", "weights = torch.bfloat16", ["HS277"]),
+    ],
+)
+def test_a_dtype_beside_quantization_is_not_that_of_a_model_that_trains_in_full(low, other, expected):
+    """A quantized model trains adapters only, so the branch that quantizes trains no 16-bit weights."""
+    assert codes(HEAD + QUANTIZED.format(low=low, other=other), "HS277") == expected
+
+
 @pytest.mark.parametrize(
     "adapters",
     [
