@@ -10,7 +10,9 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
+from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.capability import behind_ampere_test
+from halfstep.check.script.objects.described import is_described
 from halfstep.check.script.objects.outputs import leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
@@ -236,8 +238,10 @@ def _is_query(script: Script, value: ast.expr) -> bool:
 
 
 def _chooses(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether the answer may choose bfloat16 on a GPU that emulates it."""
-    return not _is_recorded(script, call) and not behind_ampere_test(script.outline, call, function)
+    """Whether the answer may choose bfloat16 for a run on a GPU that emulates it."""
+    if is_exercise(script) or _is_recorded(script, call) or is_described(script.outline, call, function):
+        return False
+    return not behind_ampere_test(script.outline, call, function)
 
 
 def _is_recorded(script: Script, call: ast.Call) -> bool:
