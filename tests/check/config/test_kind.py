@@ -151,3 +151,17 @@ def test_comments_do_not_make_a_configuration_a_table_of_help_texts(key):
         kinds('{"zero_optimization": {}, "bf16": "train in bf16", "gradient_clipping": "the largest norm"}', "json")
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("learning_rate: 0.0002\nmax_steps: 100\nsave_dir: out\nseed: 1\nbf16: true\namp: false\n", []),
+        ("steps_per_print: 10\nbf16: true\n", ["deepspeed"]),
+        ("learning_rate: 0.0002\nmax_steps: 100\nsave_dir: out\nseed: 1\nbf16:\n  enabled: true\n", ["deepspeed"]),
+    ],
+)
+def test_a_switch_among_the_keys_of_a_script_is_the_scripts_own(text, expected):
+    """DeepSpeed has no `bf16: true`: such a file with the batch size under DeepSpeed's name is read by a script."""
+    batch = "train_micro_batch_size_per_gpu: 4\ngradient_accumulation_steps: 1\n"
+    assert kinds(batch + text) == expected

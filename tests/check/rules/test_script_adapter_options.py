@@ -29,12 +29,41 @@ def codes(text, *names):
         "    else:\n        model = get_peft_model(model, LoraConfig())\n",
         "if opt.tuning == 'qlora':\n    model = get_peft_model(prepare(model), LoraConfig())\n"
         "elif opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\nelif opt.tuning != 'full':\n    raise ValueError\n",
+        "if opt.lora:\n    model = get_peft_model(model, LoraConfig())\nelse:\n    model.embed.requires_grad_(False)\n",
         "if opt.tuning == 'full':\n    pass\nelif opt.lora_path:\n    model = PeftModel.from_pretrained(model, opt.lora_path)\n",
     ],
 )
 def test_a_path_without_adapters_trains_all_weights(adapters):
     """A branch that attaches none leaves 16-bit weights, whatever else is called after an adapter."""
     assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS277") == ["HS277"]
+
+
+QUANTIZED = """\
+if opt.load_in_4bit:
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    {low}
+else:
+    config = None
+    {other}
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=config, torch_dtype=weights)
+peft_config = LoraConfig() if opt.use_peft else None
+trainer = Trainer(model=model, args=TrainingArguments('out', bf16=True), peft_config=peft_config)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("low", "other", "expected"),
+    [
+        ("weights = torch.bfloat16", "weights = torch.float32", []),
+        ("weights = torch.float32", "weights = torch.bfloat16", ["HS277"]),
+        ("weights = torch.bfloat16", "weights = torch.bfloat16", ["HS277"]),
+    ],
+)
+def test_a_dtype_beside_quantization_is_not_that_of_a_model_that_trains_in_full(low, other, expected):
+    """A quantized model trains adapters only, so the branch that quantizes trains no 16-bit weights."""
+    assert codes(HEAD + QUANTIZED.format(low=low, other=other), "HS277") == expected
 
 
 @pytest.mark.parametrize(
@@ -45,10 +74,15 @@ def test_a_path_without_adapters_trains_all_weights(adapters):
         "elif opt.tuning == 'dora':\n    model = get_peft_model(model, LoraConfig(use_dora=True))\n"
         "else:\n    model = get_peft_model(model, LoraConfig())\n",
         "config = make_lora_config(opt)\nmodel = get_peft_model(model, config)\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\nelse:\n    raise ValueError(opt.tuning)\n",
+        "if opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\n"
+        "elif opt.tuning == 'freeze':\n    for name, p in model.named_parameters():\n        p.requires_grad = False\n"
+        "elif opt.tuning == 'dora':\n    model = get_peft_model(model, LoraConfig(use_dora=True))\nelse:\n    raise ValueError\n",
+        "if opt.lora:\n    model = get_peft_model(model, LoraConfig())\nelse:\n    model.requires_grad_(False)\n",
     ],
 )
 def test_adapters_on_every_path_are_silent(adapters):
-    """Each branch attaches adapters, which are float32."""
+    """Each branch attaches adapters, which are float32, freezes the model or raises."""
     assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS166", "HS277") == []
 
 

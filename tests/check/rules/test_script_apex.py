@@ -1,4 +1,4 @@
-"""HS184, HS194, HS197: Apex's options, and what happens to gradients in and after its scale_loss block."""
+"""HS184, HS193, HS194, HS197: Apex's options, wrapped models, and what happens to gradients in and after its scale_loss block."""
 
 import pytest
 
@@ -113,3 +113,28 @@ def test_a_clip_in_the_block_of_a_function_that_a_loop_calls():
     assert [f.line for f in findings(text, "HS197")] == [9]
     after = text.replace("            torch.nn", "        torch.nn")
     assert findings(after, "HS197") == []
+
+
+WRAPPED = """\
+import torch
+from apex import amp
+def train(args, model, optimizer):
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    model = torch.nn.DataParallel(model)
+    {returned}
+{main}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "main", "expected"),
+    [
+        ("return 1", "train(args, model, optimizer)\ntrain(args, model, optimizer)", []),
+        ("return model", "model = train(args, model, optimizer)\ntrain(args, model, optimizer)", ["HS193"]),
+        ("return 1", "model = torch.nn.DataParallel(model)\ntrain(args, model, optimizer)", ["HS193"]),
+    ],
+)
+def test_a_model_that_a_function_wrapped_for_itself_is_not_wrapped_for_the_next_call(returned, main, expected):
+    """Assigning a parameter changes nothing for the caller, unless the function returns it."""
+    text = WRAPPED.format(returned=returned, main=main)
+    assert [f.code for f in findings(text, "HS193")] == expected

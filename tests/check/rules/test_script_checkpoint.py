@@ -204,6 +204,22 @@ def test_a_long_checkpoint_is_reported_at_the_entry_of_its_optimizer():
     assert text.splitlines()[finding.line - 1].strip() == '"o": optimizer.state_dict(),'
 
 
+def test_a_checkpoint_with_several_optimizers_lacks_one_scaler():
+    """One finding per checkpoint, at the first of its optimizers, names them all."""
+    step = "scaler.scale(model(x)).backward()\n        scaler.step(critic_opt)\n        scaler.update()"
+    save = 'torch.save({"o": optimizer.state_dict(), "c": critic_opt.state_dict()}, "x")'
+    text = HEAD + LOAD + LOOP.format(save=save).replace("scaler.update()", step)
+    (finding,) = findings(text, "HS170")
+    assert "the state of `optimizer` and `critic_opt` but not" in finding.message
+
+
+def test_an_optimal_value_is_no_optimizer():
+    """The result of `find_optimal_threshold` in a checkpoint has no state that belongs to a scaler."""
+    text = HEAD + LOOP.format(save="torch.save({'m': model.state_dict(), 't': found}, 'x')")
+    reported = [codes(f"{text}found = {name}(x)\n") for name in ("find_optimal_threshold", "make_optim")]
+    assert [any("HS170" in code for code in found) for found in reported] == [False, True]
+
+
 def test_a_deleted_attribute_is_no_checkpoint_key():
     """`delattr(self, "scaler")` names the scaler without saving it."""
     save = 'torch.save({"o": optimizer.state_dict()}, "x"); {}(trainer, "scaler")'

@@ -291,3 +291,31 @@ def train(model, optimizer, other, loader, accumulation_steps):
 def test_the_other_micro_batches_may_have_a_backward_of_their_own():
     """Both branches run a backward, and only the last one synchronises, steps and clears."""
     assert findings(SYNCHRONISED.format(first="loss.backward()"), "HS181") == []
+
+
+BRANCHES = """\
+import torch
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler('cuda')
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.float16, enabled=args.amp):
+        loss = model(x)
+    if args.amp:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+        {clear}
+"""
+
+
+@pytest.mark.parametrize(
+    ("clear", "start"), [("optimizer.zero_grad()", "only the other branch clears"), ("pass", "no line clears")]
+)
+def test_the_message_tells_whether_another_branch_clears(clear, start):
+    """HS156 names the branch where the line is missing, or the file."""
+    first = findings(BRANCHES.format(clear=clear), "HS156")[0]
+    assert first.line == 9
+    assert first.message.startswith(start)

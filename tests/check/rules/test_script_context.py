@@ -1,4 +1,4 @@
-"""HS148: which of two contexts joined by `and` or `or` is entered."""
+"""HS136 and HS148: regions without the dtype that is asked for, and which of two contexts joined by `and` or `or` is entered."""
 
 import contextlib
 
@@ -94,3 +94,29 @@ def test_a_region_of_the_other_branch_is_not_for_bfloat16():
     """A region that is entered only where the setting is not bf16 needs no dtype."""
     text = "import torch\nif cfg.amp == 'bf16':\n    run_bf16()\nelif cfg.amp != 'no':\n    with torch.autocast('cuda'):\n        y = model(x)\n"
     assert findings(text, "HS136") == []
+
+
+TRAINER = """\
+import torch
+from contextlib import nullcontext
+from transformers import Trainer
+class CastTrainer({base}):
+    def {name}(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        context = torch.autocast("cuda") if self.is_cast_to_bf16 else nullcontext()
+        with context:
+            return {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "body", "expected"),
+    [
+        ("Trainer", "compute_loss", "self.loss_of(model, inputs)", 0),
+        ("Trainer", "compute_loss", "model.generate(**inputs)", 1),
+        ("Trainer", "compute_reference", "self.loss_of(model, inputs)", 1),
+        ("object", "compute_loss", "self.loss_of(model, inputs)", 1),
+    ],
+)
+def test_the_model_of_a_trainer_computes_in_a_region_of_its_own(base, name, body, expected):
+    """HS136: the Trainer's bf16 region is the inner one for a forward; the one around `generate` decides."""
+    assert len(findings(TRAINER.format(base=base, name=name, body=body), "HS136")) == expected

@@ -209,3 +209,20 @@ def test_a_dtype_that_the_model_receives_may_be_what_computes_in_16_bits():
     text = TWO_TESTS.format(region='cfg.precision != "no"', scaler=IS_FLOAT16)
     text = text.replace("        self.scaler = ", "        self.model = build().to(self.dtype)\n        self.scaler = ")
     assert findings(text, "HS134") == []
+
+
+PARALLEL = """\
+import torch
+model = torch.nn.DataParallel(Net()).cuda()
+for x in loader:
+    with torch.autocast({device}, dtype=torch.bfloat16):
+        loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("device", "expected"), [("'cuda'", ["HS147"]), ("device", ["HS147"]), ("'cpu'", [])])
+def test_the_replicas_of_a_gpu_ignore_a_region_for_the_cpu(device, expected):
+    """HS147: DataParallel passes on whether autocast for CUDA is enabled, which a region for the CPU does not change."""
+    assert [f.code for f in findings(PARALLEL.format(device=device), "HS147")] == expected

@@ -162,3 +162,45 @@ def main(config, train_cfg, hps):
 def test_a_section_of_the_settings_is_an_option(flag, expected):
     """`train_cfg` and `hps` are settings like `cfg`."""
     assert ("HS176" in reported(SECTION.format(flag=flag))) == expected
+
+
+DEVICES = """\
+import torch
+class Trainer:
+    def __init__(self, config):
+        self.config = config
+        self.device = {device}
+        if self.config.mixed_precision:
+            device_type = self.device.type
+            if device_type in ("cuda", "cpu"):
+                self.scaler = torch.amp.GradScaler(device=device_type)
+            else:
+                self.scaler = None
+        else:
+            self.scaler = None
+    def train_step(self, batch, optimizer):
+        optimizer.zero_grad()
+        if self.config.mixed_precision:
+            with torch.autocast(self.device.type, dtype=torch.float16):
+                loss = self.model(batch)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            self.model(batch).backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ('torch.device("cuda" if torch.cuda.is_available() else "cpu")', False),
+        ('torch.device("cuda:0")', False),
+        ('torch.device("mps" if torch.backends.mps.is_available() else "cpu")', True),
+        ("torch.device(config.device)", True),
+    ],
+)
+def test_a_test_of_the_device_that_every_device_of_the_file_passes_is_no_condition(device, expected):
+    """With a device that is "cuda" or "cpu", `device_type in ("cuda", "cpu")` holds in every run."""
+    assert ("HS176" in reported(DEVICES.format(device=device))) == expected

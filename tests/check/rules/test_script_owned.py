@@ -176,6 +176,9 @@ CLIP = "accelerator.backward(loss)\ntorch.nn.utils.clip_grad_norm_(model.paramet
         ("", ["HS186:warning"]),
         ("mixed_precision='bf16'", ["HS186:advice"]),
         ("mixed_precision='bf16', fsdp_plugin=plugin", ["HS186:warning"]),
+        ("mixed_precision='bf16' if on_ampere else 'no'", ["HS186:advice"]),
+        ("mixed_precision='bf16' if on_ampere else 'fp16'", ["HS186:warning"]),
+        ("mixed_precision='bf16' if on_ampere else None", ["HS186:warning"]),
     ],
 )
 def test_torch_clips_gradients_that_accelerate_scaled(options, expected):

@@ -102,6 +102,42 @@ def test_a_function_that_scales_and_steps_with_its_parameter_has_to_update(name,
     assert [(f.code, f.severity) for f in findings(text) if f.code == "HS101"] == expected
 
 
+def test_a_function_whose_backward_is_optional_leaves_the_update_to_its_caller():
+    """With `if not already_backward:` the caller does a part of the iteration itself, and may also update."""
+    text = TRAIN.format(name="train_step", more="").replace(
+        "    scaler.scale", "    if not done:\n        scaler.scale"
+    )
+    assert codes(text.replace("scaler):", "scaler, done=False):"), "HS101") == []
+
+
+METHOD = """\
+import torch
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+    def step(self, x):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", []),
+        ("    def train(self, loader):\n        for x in loader:\n            self.step(x)\n", ["HS101"]),
+        ("trainer = Trainer(model, optimizer)\nfor x in loader:\n    trainer.step(x)\n", ["HS101"]),
+    ],
+)
+def test_the_caller_of_a_method_for_one_batch_may_update_its_scaler(more, expected):
+    """Another file can call `trainer.scaler.update()` after `trainer.step(x)`; a loop of this file shows that nothing does."""
+    assert codes(METHOD + more, "HS101") == expected
+
+
 def test_a_caller_that_updates_completes_the_step():
     """Two functions that step with the same scaler parameter leave the update to their caller."""
     text = TRAIN.format(name="step_d", more="") + TRAIN.format(name="step_g", more="").replace("import torch\n", "")

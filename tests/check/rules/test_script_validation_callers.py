@@ -135,3 +135,34 @@ class Trainer:
 def test_a_method_of_both_phases_is_reported_where_validation_calls_it(region, expected):
     """A branch without gradients, in a method that training calls too, needs no region of its own."""
     assert reported(SHARED.format(region=region)) == expected
+
+
+SPARE = """\
+import torch
+def decode(model, prompts):
+    for x in prompts:
+        with torch.no_grad():
+            out = model(x)
+def train(model, loader, prompts):
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+    {use}
+{main}
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "main", "expected"),
+    [
+        ("pass", "train(model, loader, prompts)", []),
+        ("decode(model, prompts)", "train(model, loader, prompts)", [5]),
+        ("pass", "train(model, loader, prompts)\nevaluate(model, decode)", [5]),
+        ("pass", "", [5]),
+    ],
+)
+def test_a_function_that_a_program_never_calls_validates_nothing(use, main, expected):
+    """Code that is left over runs in no dtype; in a file that only defines functions another file may call it."""
+    assert reported(SPARE.format(use=use, main=main)) == expected

@@ -302,7 +302,7 @@ def is_deepspeed(block: Block) -> bool:
     if zero is not None and (isinstance(zero.value, Block) or _is_flag(zero.value)):
         return True
     if "train_micro_batch_size_per_gpu" in keys or "zero_allow_untested_optimizer" in keys:
-        return len(keys & DEEPSPEED_KEYS) >= 2
+        return len(keys & DEEPSPEED_KEYS) >= 2 and not _has_own_switches(block)
     if keys & {"fsdp", "fsdp_config"}:
         return False  # blocks in DeepSpeed's style for another engine
     modes = [name for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp") if _has_mode(block, name)]
@@ -313,6 +313,13 @@ def is_deepspeed(block: Block) -> bool:
     if keys <= DEEPSPEED_KEYS and "train_batch_size" in keys and len(keys & _DEEPSPEED_WITH) >= 3:
         return True
     return bool(modes) and len(keys) == len(modes) and any(_is_typical(block, name) for name in modes)
+
+
+def _has_own_switches(block: Block) -> bool:
+    """Whether `bf16: true` stands among keys of which DeepSpeed does not know half: the settings of a script."""
+    switches = [entry for entry in block.entries if entry.key in {"fp16", "bf16", "amp"}]
+    keys = set(block.keys())
+    return len(keys - DEEPSPEED_KEYS) * 2 >= len(keys) and any(_is_flag(entry.value) for entry in switches)
 
 
 def _is_foreign_mode(block: Block, modes: list[str]) -> bool:

@@ -10,6 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, implied, later, only_settings
+from halfstep.check.script.flow.passing import is_left_behind
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -140,7 +141,7 @@ class ApexAfterParallel(TraceRule):
             if trace[i].kind == "set_model":
                 if trace[i].subject == event.subject:
                     return None
-            elif trace[i].subject == event.subject and event.subject:
+            elif trace[i].subject == event.subject != "" and not is_left_behind(trace[i], event):
                 return self.finding(
                     script.where(event.node),
                     f"`{event.subject}` is wrapped for parallel training before amp.initialize, which raises RuntimeError",

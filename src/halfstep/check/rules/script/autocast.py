@@ -376,7 +376,7 @@ class DataParallelBf16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """DataParallel in a script where every region is bfloat16, or may be."""
-        regions = [a for a in script.autocasts if a.enabled != "no"]
+        regions = [a for a in script.autocasts if a.enabled != "no" and a.device != "cpu"]
         if not regions or any("bfloat16" not in a.dtypes or a.dtype_node is None for a in regions):
             return
         either = next((text_of(a.dtype_node) for a in regions if a.dtype != "bfloat16"), "")

@@ -178,11 +178,16 @@ class ScalerNotSaved(ScriptRule):
         resumed = [s for s in resumed if not _is_final(s[1][0])] or resumed
         # Only resuming needs an optimizer. Where nothing here restores one, a single advice is enough, at a checkpoint that is written regularly.
         others = sorted((s for s in saved.items() if s[1][2] != "final"), key=lambda s: s[1][2] != "unknown")
+        together: dict[tuple[ast.AST | None, str], list[tuple[ast.AST, Event]]] = {}
         for place, (event, scaler, _) in resumed or others[:1]:
+            together.setdefault((script.statement(event.node), scaler), []).append((place, event))
+        for (_, scaler), entries in together.items():
             run = "a resumed run" if resumed else "a run that resumes from it"
+            names = list(dict.fromkeys(f"`{event.optimizer}`" for _, event in entries))
+            states = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
             yield self.finding(
-                script.where(place),
-                f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {run} restarts at the initial scale",
+                script.where(entries[0][0]),
+                f"the checkpoint contains the state of {states} but not of `{scaler}`: {run} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
                 fix=scaler_state_fix(script, used) if resumed and (used := _used(script)) else None,
                 severity="warning" if resumed else "advice",

@@ -17,7 +17,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import is_float32_on_cpu
-from halfstep.check.script.objects.engines import engine_at
+from halfstep.check.script.objects.engines import engine_at, loop_class
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -109,6 +109,8 @@ class Bf16OptionRunsFloat16(ScriptRule):
             autocast = region.autocasts[0]
             if len(region.autocasts) != 1 or autocast.node in reported or not _is_float16(autocast):
                 continue
+            if _is_around_prepared(script, event):
+                continue
             option = _bf16_option(script, event, autocast)
             if option:
                 reported.add(autocast.node)
@@ -124,6 +126,21 @@ def _is_float16(autocast: Autocast) -> bool:
     """Whether a region that may be on CUDA is written without a dtype, or with float16 itself."""
     is_written = autocast.dtype_node is None or text_of(autocast.dtype_node) in _FLOAT16
     return is_written and "float16" in autocast.dtypes and autocast.enabled != "no"
+
+
+_HOOKS = {"compute_loss", "prediction_step", "training_step"}  # of a Trainer, which passes them its prepared model
+
+
+def _is_around_prepared(script: Script, event: Event) -> bool:
+    """Whether a region of a Trainer only calls its prepared model, whose forward has a region in the Trainer's own format.
+
+    `generate` runs the forward of the model inside, which has none.
+    """
+    function, statement = event.function, script.statement(event.node)
+    owner = loop_class(script, function.cls) if function.name in _HOOKS else None
+    called = (n.func for n in ast.walk(statement) if isinstance(n, ast.Call)) if statement is not None else ()
+    generates = any(isinstance(func, ast.Attribute) and func.attr == "generate" for func in called)
+    return owner is not None and owner.base == "trainer" and not generates
 
 
 def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:

@@ -316,9 +316,10 @@ class MisplacedZeroGrad(TraceRule):
         if may_be_cleared(script, trace, event):
             return None
         name = event.local.optimizer
+        elsewhere = any(e.kind == "zero_grad" and e.optimizer == event.optimizer for e in trace)
         return self.finding(
             script.where(event.node),
-            f"no line clears the gradients of `{name}`: each step uses the sum over all batches so far",
+            f"{'only the other branch' if elsewhere else 'no line'} clears the gradients of `{name}`: each step uses the sum over all batches so far",
             instead=f"{name}.zero_grad() before each backward",
             severity="warning",
         )

@@ -144,6 +144,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             if (
                 _opens_region(script, event)
                 or is_probe(script, event)
+                or _is_unused(script, event, trained)
                 or _is_called_from_outside(script, event, trained)
             ):
                 continue
@@ -317,6 +318,14 @@ def _is_called_from_outside(script: Script, event: Event, trained: list[Event]) 
     bases = [key_of(base).rsplit(".", 1)[-1] for base in script.outline.bases.get(first.cls, ())]
     is_part = "Module" in bases and all(f.cls != first.cls for f in others)
     return is_part or (bool(first.cls) and not event.loops and bool(_METHODS.search(first.name)))
+
+
+def _is_unused(script: Script, event: Event, trained: list[Event]) -> bool:
+    """Whether nothing calls the function of a forward, in a file that trains when it runs and is no library."""
+    function, outline = event.function, script.outline
+    if event.roots or function.cls or function is outline.module or outline.loads.get(function.name):
+        return False
+    return any(e.roots and _function_of(script, e.roots[0]) is outline.module for e in trained)
 
 
 def _generates(event: Event) -> bool:

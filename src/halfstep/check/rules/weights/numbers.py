@@ -10,6 +10,9 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
+from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.objects.capability import behind_ampere_test
+from halfstep.check.script.objects.described import is_described
 from halfstep.check.script.objects.outputs import leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
@@ -191,20 +194,20 @@ class EmulatedBf16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls of is_bf16_supported without arguments."""
-        looked_up = [call for call, _ in script.outline.calls.get("getattr", ()) if len(call.args) > 1]
-        for query in (c for c in looked_up if constant(c.args[1]) == "is_bf16_supported"):
+        looked_up = [site for site in script.outline.calls.get("getattr", ()) if len(site[0].args) > 1]
+        for query, function in (c for c in looked_up if constant(c[0].args[1]) == "is_bf16_supported"):
             call = script.outline.parents.get(query)  # `getattr(torch.cuda, "is_bf16_supported", lambda: False)()`
             is_query = isinstance(call, ast.Call) and call.func is query and not call.args and not call.keywords
-            if isinstance(call, ast.Call) and is_query and not _is_recorded(script, call):
+            if isinstance(call, ast.Call) and is_query and _chooses(script, call, function):
                 yield self._report(script, call)
-        for call in _named_queries(script):
-            if not call.args and not call.keywords and not _is_recorded(script, call):
+        for call, function in _named_queries(script):
+            if not call.args and not call.keywords and _chooses(script, call, function):
                 yield self._report(script, call)
-        for call, _ in script.outline.calls.get("is_bf16_supported", ()):
+        for call, function in script.outline.calls.get("is_bf16_supported", ()):
             # A module that a function receives has no full name: `torch_module.cuda.is_bf16_supported()`.
             name = script.outline.names.full(call.func) or text_of(call.func)
             is_query = name.endswith(".cuda.is_bf16_supported") and not call.args and not call.keywords
-            if is_query and not _is_recorded(script, call):
+            if is_query and _chooses(script, call, function):
                 yield self._report(script, call)
 
     def _report(self, script: Script, call: ast.Call) -> Finding:
@@ -215,7 +218,7 @@ class EmulatedBf16(ScriptRule):
         )
 
 
-def _named_queries(script: Script) -> Iterator[ast.Call]:
+def _named_queries(script: Script) -> Iterator[tuple[ast.Call, Function]]:
     """The calls of a variable that is the query itself: `supported = getattr(torch.cuda, "is_bf16_supported", None)`."""
     outline = script.outline
     for key, bindings in outline.bindings.items() if "is_bf16_supported" in script.source.text else ():
@@ -224,7 +227,7 @@ def _named_queries(script: Script) -> Iterator[ast.Call]:
         for call, function in outline.calls.get(key.rpartition(".")[2], ()):
             bound = outline.lookup(key, function) if key_of(call.func) == key else []
             if bound and all(b.value is not None and _is_query(script, b.value) for b in bound):
-                yield call
+                yield call, function
 
 
 def _is_query(script: Script, value: ast.expr) -> bool:
@@ -232,6 +235,13 @@ def _is_query(script: Script, value: ast.expr) -> bool:
     if isinstance(value, ast.Call) and key_of(value.func) == "getattr" and len(value.args) > 1:
         return text_of(value.args[0]).endswith("cuda") and constant(value.args[1]) == "is_bf16_supported"
     return script.outline.names.full(value) == "torch.cuda.is_bf16_supported"
+
+
+def _chooses(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether the answer may choose bfloat16 for a run on a GPU that emulates it."""
+    if is_exercise(script) or _is_recorded(script, call) or is_described(script.outline, call, function):
+        return False
+    return not behind_ampere_test(script.outline, call, function)
 
 
 def _is_recorded(script: Script, call: ast.Call) -> bool:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.choices import UNKNOWN, devices_of
 from halfstep.check.script.objects.values import Scaler, argument, constant, make_scaler
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -85,7 +87,18 @@ def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:
     inner = made.guards[len(made.guards) - own :] if own else ()
     guards = inner if not depth else made.guards
     ended = _raising(script, made.function) if guards else frozenset()
-    return tuple(g for g in guards if g not in ended) or _tests_before(script, made)
+    known = tuple(g for g in guards if g not in ended) or _tests_before(script, made)
+    return tuple(g for g in known if not _holds_on_each_device(script, g, made.function))
+
+
+def _holds_on_each_device(script: Script, guard: Guard, function: Function) -> bool:
+    """Whether a test of the device is true for each that the file chooses: `device.type in ("cuda", "cpu")`."""
+    subject = guard.text.partition(" ")[0]
+    if subject == guard.text or not subject.replace(".", "").isidentifier():
+        return False
+    devices = devices_of(script.outline, ast.parse(subject, mode="eval").body, function)
+    chosen = (Guard(f"{subject} == {device!r}", is_true=True) for device in devices)
+    return UNKNOWN not in devices and not any(possible((guard.opposite,), (one,)) for one in chosen)
 
 
 def _raising(script: Script, function: Function) -> frozenset[Guard]:

@@ -6,11 +6,12 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import make_scaler, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["returns_scaler", "scales_by_hand", "stores"]
+__all__ = ["is_left_behind", "returns_scaler", "scales_by_hand", "stores"]
 
 # Functions that save, restore, print or log what they receive, and do not train with it.
 _STORES = regex(
@@ -37,6 +38,15 @@ def stores(call: ast.Call) -> bool:
     """Whether a function that is not in this file only saves, restores or logs a scaler that it receives."""
     name = key_of(call.func).rsplit(".", 1)[-1]
     return bool(_VERB.match(name)) or (bool(_STORES.search(name)) and not _TRAINS.search(name))
+
+
+def is_left_behind(assigned: Event, later: Event) -> bool:
+    """Whether a local variable that a function assigned is gone: the function has returned, and not returned it."""
+    key, function = assigned.local.subject, assigned.function
+    if later.roots[: len(assigned.roots)] == assigned.roots or "." in key or isinstance(function.node, ast.Module):
+        return False
+    returned = [n.value for n in ast.walk(function.node) if isinstance(n, ast.Return) and n.value is not None]
+    return not any(key_of(part) == key for value in returned for part in ast.walk(value))
 
 
 def returns_scaler(outline: Outline, name: str) -> bool:

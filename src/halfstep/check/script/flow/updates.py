@@ -92,7 +92,9 @@ def owns_loop(script: Script, trace: Trace, step: Event) -> bool:
     outermost = step.roots[0] if step.roots else step.node
     root = next((n for n in script.above(outermost) if isinstance(n, ast.FunctionDef)), None)
     params = [p.arg for p in (*root.args.args, *root.args.kwonlyargs)] if root is not None else []
-    return any(e.function is step.function for e in scaled) and step.scaler in params and not others
+    # A backward that a parameter switches off is elsewhere the caller's, and with it perhaps the update.
+    own = [e for e in scaled if e.function is step.function and implied(e, step)]
+    return bool(own) and step.scaler in params and not others
 
 
 def shows_all_uses(script: Script, trace: Trace, step: Event) -> bool:
@@ -106,7 +108,8 @@ def shows_all_uses(script: Script, trace: Trace, step: Event) -> bool:
         return False  # by a function that may be called here, rather than in a loop of its own
     scaled_loops = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
     is_entire = bool(step.loops) and step.loops[:1] in scaled_loops
-    return is_entire or (not updates and bool(script.scalers_named(step.scaler)))
+    is_attribute = "." in step.scaler  # whoever calls a method for each batch may update it: `trainer.scaler.update()`
+    return is_entire or (not updates and not is_attribute and bool(script.scalers_named(step.scaler)))
 
 
 @dataclass(frozen=True)

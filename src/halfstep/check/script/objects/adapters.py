@@ -18,6 +18,7 @@ from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_ada
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
 from halfstep.check.script.objects.loading import fully_trained
 from halfstep.check.script.objects.parameters import is_model_name
+from halfstep.check.script.objects.spared import spared_branches
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
 from halfstep.check.script.syntax.names import key_of
@@ -114,15 +115,13 @@ def adapter_use(outline: Outline) -> str:
     if outline.names.uses("unsloth"):
         return "no" if fully_trained(outline) and "get_peft_model" not in outline.calls else "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
-    sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    sites = [
-        site
-        for site in sites
-        if not _is_merged(outline, site.call, site.function) and not _runs_script(outline, site.call, site.function)
-    ]
+    every = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    sites = [site for site in every if not _is_merged(outline, *site) and not _runs_script(outline, *site)]
     guards = [conditions_of(outline, call) for call, _ in sites]
+    models = frozenset(target for call, _ in sites for target in _targets(outline, call))
+    closed = guards + spared_branches(outline, (function for _, function in sites), models)
     conditional = [
-        asks_for_adapters(_decisive(own, guards))
+        asks_for_adapters(_decisive(own, closed))
         or _on_request(outline, function)
         or _may_return_early(outline, call, function)
         for own, (call, function) in zip(guards, sites, strict=True)

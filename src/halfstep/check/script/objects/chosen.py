@@ -30,6 +30,7 @@ __all__ = [
     "float16_ways",
     "format_ways",
     "is_local",
+    "is_low_with_adapters",
     "is_on_gpu",
     "is_used_instead",
     "num_reads",
@@ -73,6 +74,13 @@ def format_ways(outline: Outline, cast: Cast, name: str) -> list[Guards]:
     """The conditions of each way in which a cast or a load has this format, those of adapters aside."""
     ways = [way for value in dtype_values(cast) for way in chosen_when(outline, value, cast.function, name)]
     return [way for way in ways if not any(map(is_adapter_branch, way))]
+
+
+def is_low_with_adapters(outline: Outline, cast: Cast) -> bool:
+    """Whether the variable that names a dtype is a 16-bit one only where an option quantizes the model or attaches adapters."""
+    named = [(value, name) for value in dtype_values(cast) if key_of(value) for name in cast.low]
+    ways = [way for value, name in named for way in chosen_when(outline, value, cast.function, name)]
+    return bool(ways) and all(any(map(is_adapter_branch, way)) for way in ways)
 
 
 def dtype_values(cast: Cast) -> Iterator[ast.expr]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import may_be_none
+from halfstep.check.script.objects.expressions import arms_of, may_be_none
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded
@@ -221,13 +221,13 @@ def _precision(outline: Outline, node: ast.expr | None, function: Function, abse
     """The precision that an argument sets; `absent` if there is none, "?" if the text does not decide."""
     if node is None:
         return absent
-    values = {constant(node)}
-    if values == {...} and key_of(node) and key_of(node) not in function.params:
-        values = {constant(value) for value in outline.values(key_of(node), function)} or {...}
+    known = key_of(node) and key_of(node) not in function.params
+    options = (outline.values(key_of(node), function) if known else []) or [node]
+    values = {constant(arm) for option in options for arm in arms_of(option)}
     names = {_NAMES.get(str(value).lower(), absent if value is None else "?") for value in values}
     if len(names) == 1 and names != {"?"}:
         return names.pop()
-    return "not fp16" if is_excluded(outline, node, {"fp16", "16", "16-mixed"}) else "?"
+    return "not fp16" if not names & {"fp16", "?"} or is_excluded(outline, node, {"fp16", "16", "16-mixed"}) else "?"
 
 
 _NAMES = {

@@ -22,6 +22,7 @@ from halfstep.check.script.objects.adapters import (
     is_attached_elsewhere,
     saved_layers,
 )
+from halfstep.check.script.objects.chosen import is_low_with_adapters
 from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
     asks_for_adapters,
@@ -341,7 +342,7 @@ class Training:
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
-        if not is_adapted and any(map(is_adapter_branch, here)):
+        if not is_adapted and (any(map(is_adapter_branch, here)) or is_low_with_adapters(outline, cast)):
             return False  # the branch that attaches an adapter
         aside = _ASIDE_OF_ADAPTERS if is_adapted else _ASIDE
         own = [text for text, is_true in here if is_true and (text, is_true) not in there]
@@ -351,10 +352,9 @@ class Training:
             return False
         if ends_run(outline, cast.node, by, cast.key):
             return False
-        if cast.form != "cast" and cast.function is function and cast.node.lineno > by.lineno:
-            return False  # another model than the one whose parameters the optimizer has
-        if cast.form != "cast" and is_below_calls(outline, cast.node, cast.function, function):
-            return False  # a model that is loaded after the training, to evaluate it
+        is_other = cast.function is function and cast.node.lineno > by.lineno
+        if cast.form != "cast" and (is_other or is_below_calls(outline, cast.node, cast.function, function)):
+            return False  # another model than the one that is trained, or one that is loaded later, to evaluate it
         # A cast after the training loop is for saving or serving.
         last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last
