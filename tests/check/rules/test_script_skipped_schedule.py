@@ -114,3 +114,39 @@ def test_a_scaler_that_nothing_creates_skips_no_step(create, expected):
     """HS132 reports that the first use raises; what the schedule does is no second finding."""
     assert reported(OWNED.format(create=create)) == expected
     assert bool(findings(OWNED.format(create=create), "HS132")) is not bool(expected)
+
+
+NUMBERED = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+{bars}
+for epoch in range(3):
+    for {target} in {batches}:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step({position})
+"""
+
+
+@pytest.mark.parametrize(
+    ("bars", "target", "batches", "position", "expected"),
+    [
+        ("pass", "b, x", "enumerate(loader)", "b", [12]),
+        ("pass", "b, x", "enumerate(loader)", "epoch * len(loader) + b", [12]),
+        ("pass", "b, x", "tqdm(enumerate(loader), total=len(loader))", "b", [12]),
+        ("bar = tqdm.tqdm(enumerate(loader))", "b, x", "bar", "b", [12]),
+        ("pass", "b, x", "enumerate(loader)", "epoch + b / len(loader)", []),
+        ("pass", "b, x", "enumerate(loader)", "epoch", []),
+        ("pass", "b, x", "enumerate(loader)", "loss", []),
+        ("pass", "b, x", "zip(levels, loader)", "b", []),
+        ("bar = tqdm.tqdm(pairs)", "b, x", "bar", "b", []),
+    ],
+)
+def test_a_schedule_that_receives_the_number_of_the_batch(bars, target, batches, position, expected):
+    """The count of `enumerate` is the number of the iteration, skipped steps included; another loop variable may be anything."""
+    text = NUMBERED.format(bars=bars, target=target, batches=batches, position=position)
+    assert reported(text) == expected
