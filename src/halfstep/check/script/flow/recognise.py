@@ -46,7 +46,7 @@ _LOSS = regex(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = regex(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = regex(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
 _OPTIM_CLASS = regex(  # not the averaged model of torch.optim.swa_utils
-    r"^torch\.optim(?!\.swa_utils)|(Ada[mfgd]|AdaBelief|SGD|Lion|RMSprop|LAMB|Lamb|Ranger|Muon|Shampoo|(?i:optim(?!i[sz](?!er))))[^.]*$"
+    r"^torch\.optim(?!\.swa_utils)|(Ada[mfgd]|AdaBelief|SGD|Lion|RMSprop|LAMB|Lamb|Ranger|Muon|Shampoo|(?i:optim(?!al|um|i[sz](?!er))))[^.]*$"
 )
 
 
