@@ -38,6 +38,8 @@ __all__ = [
     "micro_batches",
     "targets_of",
     "window_of",
+    "window_of_clearing",
+    "window_of_loop",
 ]
 
 # Names of the number of micro-batches.
@@ -57,6 +59,7 @@ _SIZE = regex(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather t
 _PART = regex(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
 _TRIED = regex(r"\b(\w+_)?(batch_?size|bs|bsz)\b", re.IGNORECASE)  # `for batch_size in (8, 16, 32)`
 _MICRO = regex(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
+_TOTAL = regex(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _COUNTER = regex(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
 
@@ -339,3 +342,20 @@ def is_trial(script: Script, event: Event) -> bool:
         return True
     sized = [text_of(loop.test if isinstance(loop, ast.While) else loop.target) for loop in loops]
     return any(_TRIED.search(text) for text in sized)
+
+
+def window_of_clearing(script: Script, cleared: list[Event], event: Event) -> str:
+    """n, where every zero_grad waits for the end of a window of n micro-batches for which a step does not."""
+    lengths = [
+        next((n for g in e.accumulating if g not in event.guards and (n := length_of(script, g))), "") for e in cleared
+    ]
+    return lengths[0] if lengths and all(lengths) else ""
+
+
+def window_of_loop(script: Script, event: Event) -> str:
+    """n, where a step is in the body of `for micro in range(n)`, outside of which the gradients are cleared."""
+    loops = loops_around(script, event)
+    if len(loops) != len(event.loops) or len(loops) < 2:
+        return ""
+    length = micro_batches(loops[-1])
+    return "" if _TOTAL.search(length) and not re.search("accum|micro", length) else length
