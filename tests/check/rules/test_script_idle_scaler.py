@@ -193,3 +193,52 @@ def train(model, loader, optimizer, args, use_amp, cfg):
 def test_an_option_switches_the_region_and_not_the_scaler(create, enabled, expected):
     """HS134 reports the scaler that stays enabled where everything runs in float32."""
     assert [f.line for f in findings(SWITCHED.format(create=create, enabled=enabled), "HS134")] == expected
+
+
+PLANNED = """\
+import torch
+from plans import Plan, make_plan
+FORMATS = {{"fp16": torch.float16, "bf16": torch.bfloat16}}
+def plan_for(gpu, name="bf16"):
+    return {plan}
+class Trainer:
+    def __init__(self, model, gpu):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
+        self.plan = plan_for(gpu)
+        if self.plan.{flag}:
+            if self.device.type in ("cuda", "cpu"):
+                self.scaler = torch.amp.GradScaler("cuda")
+            else:
+                self.scaler = None
+        else:
+            self.scaler = None
+    def step(self, x):
+        with torch.autocast("cuda", dtype=self.plan.{name}):
+            loss = self.model(x)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "flag", "name", "expected"),
+    [
+        ("Plan(gpu, amp_dtype=FORMATS[name])", "mixed_precision", "amp_dtype", [12]),
+        ("Plan(gpu, amp_dtype=torch.float16)", "mixed_precision", "amp_dtype", []),
+        (
+            "make_plan(gpu, amp_dtype=FORMATS[name])",
+            "mixed_precision",
+            "amp_dtype",
+            [],
+        ),  # what it makes of it is not shown
+        ("Plan(gpu, amp_dtype=FORMATS[name])", "fp16", "amp_dtype", []),
+        ("Plan(gpu, amp_dtype=FORMATS[name])", "use_scaler", "amp_dtype", []),
+        ("Plan(gpu, dtype=FORMATS[name])", "mixed_precision", "dtype", []),  # of the weights, or of anything
+    ],
+)
+def test_a_dtype_that_the_file_gives_to_an_object_of_another(plan, flag, name, expected):
+    """HS120 reads the keyword with which a file creates the object whose attribute the region uses; the scaler may be None without it."""
+    text = PLANNED.format(plan=plan, flag=flag, name=name)
+    assert [f.line for f in findings(text, "HS120")] == expected

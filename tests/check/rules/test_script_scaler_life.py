@@ -333,3 +333,71 @@ for x in loader:
 def test_the_name_of_a_backend_is_no_key_of_a_checkpoint(test, save, expected):
     """HS173 is silent where "amp" may be a key of the checkpoint, and for a checkpoint that a TPU writes."""
     assert [f.line for f in findings(BACKENDS.format(test=test, save=save), "HS173")] == expected
+
+
+REPLACED = """\
+import torch
+def train(loader, model, optimizer):
+    scaler = torch.amp.GradScaler('cuda')
+    pass
+def train(loader, model, optimizer):
+    {first}
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    {last}
+for epoch in range(9):
+    train(loader, model, optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (CREATE.strip(), "pass", [6]),
+        (CREATE.strip(), "best = find_optimal_threshold(model)", [6]),
+        (CREATE.strip(), "optimizer = make_optimizer(model)", []),
+        ("pass", "pass", []),
+    ],
+)
+def test_the_last_of_several_definitions_is_the_one_that_trains(first, last, expected):
+    """A function that is defined again replaces the first, and an optimal value is no new optimizer."""
+    assert [f.line for f in findings(REPLACED.format(first=first, last=last), "HS121")] == expected
+
+
+FALLBACK = """\
+import torch
+class Agent:
+    def __init__(self, net, args):
+        self.net, self.optimizer = net, torch.optim.AdamW(net.parameters())
+        {before}
+        if args.amp:
+            try:
+                from torch.amp import GradScaler as NewScaler
+                self.scaler = NewScaler("cuda")
+            except ImportError:
+                self.scaler = torch.cuda.amp.GradScaler()
+        {after}
+    def update(self, x):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.net(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("pass", "pass", [17]),
+        ("self.scaler = None", "pass", []),  # HS176
+        ("pass", "else: self.scaler = torch.amp.GradScaler(enabled=False)", []),
+        ("assert args.amp", "self.scaler = self.scaler or make_scaler()", []),
+    ],
+)
+def test_a_scaler_for_two_versions_of_torch_is_created_once(before, after, expected):
+    """HS132: what a handler assigns instead does not change the setting without which there is no scaler."""
+    assert [f.line for f in findings(FALLBACK.format(before=before, after=after), "HS132")] == expected

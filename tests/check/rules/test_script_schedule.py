@@ -265,7 +265,7 @@ for epoch in range(epochs):
         ("epoch * len(loader) + i + 1", [13]),
         ("epoch + i / len(loader)", []),  # a number of epochs, as CosineAnnealingWarmRestarts expects
         ("epoch + 1", []),
-        ("i", []),
+        ("i", [13]),  # as under the name `step`
     ],
 )
 @pytest.mark.parametrize("batches", ["loader", "tqdm(loader)"])

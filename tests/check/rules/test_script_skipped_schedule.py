@@ -114,3 +114,92 @@ def test_a_scaler_that_nothing_creates_skips_no_step(create, expected):
     """HS132 reports that the first use raises; what the schedule does is no second finding."""
     assert reported(OWNED.format(create=create)) == expected
     assert bool(findings(OWNED.format(create=create), "HS132")) is not bool(expected)
+
+
+NUMBERED = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+{bars}
+for epoch in range(3):
+    for {target} in {batches}:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step({position})
+"""
+
+
+@pytest.mark.parametrize(
+    ("bars", "target", "batches", "position", "expected"),
+    [
+        ("pass", "b, x", "enumerate(loader)", "b", [12]),
+        ("pass", "b, x", "enumerate(loader)", "epoch * len(loader) + b", [12]),
+        ("pass", "b, x", "tqdm(enumerate(loader), total=len(loader))", "b", [12]),
+        ("bar = tqdm.tqdm(enumerate(loader))", "b, x", "bar", "b", [12]),
+        ("pass", "b, x", "enumerate(loader)", "epoch + b / len(loader)", []),
+        ("pass", "b, x", "enumerate(loader)", "epoch", []),
+        ("pass", "b, x", "enumerate(loader)", "loss", []),
+        ("pass", "b, x", "zip(levels, loader)", "b", []),
+        ("bar = tqdm.tqdm(pairs)", "b, x", "bar", "b", []),
+    ],
+)
+def test_a_schedule_that_receives_the_number_of_the_batch(bars, target, batches, position, expected):
+    """The count of `enumerate` is the number of the iteration, skipped steps included; another loop variable may be anything."""
+    text = NUMBERED.format(bars=bars, target=target, batches=batches, position=position)
+    assert reported(text) == expected
+
+
+COMPARED = """\
+import torch
+class Trainer:
+    def fit(self, loader):
+        self.scaler = torch.amp.GradScaler('cuda')
+        for x in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast('cuda', dtype=torch.float16):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            ran = {first}
+            {before}
+            self.scaler.step(self.optimizer)
+            {between}
+            {test}
+            {update}
+            {advance}
+    def adapt(self):
+        self.scaler.update()
+"""
+FORMS = {
+    "first": "True",
+    "before": "before = self.scaler.get_scale()",
+    "between": "after = self.scaler.get_scale()",
+    "test": "ran = before <= after",
+    "update": "self.scaler.update()",
+    "advance": "if ran: self.scheduler.step()",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, [16]),
+        ({"between": "pass", "test": "ran = self.scaler.get_scale() >= before"}, [16]),
+        ({"test": "if after >= before: self.scheduler.step()", "advance": "pass"}, [14]),
+        ({"test": "skipped = before > after", "advance": "if not skipped: self.scheduler.step()"}, [16]),
+        ({"test": "skipped = before != after", "advance": "if not skipped: self.scheduler.step()"}, [16]),
+        ({"between": "self.scaler.update(); after = self.scaler.get_scale()"}, []),
+        ({"between": "self.adapt(); after = self.scaler.get_scale()"}, []),
+        ({"between": "adapt(self.scaler); after = self.scaler.get_scale()"}, []),
+        ({"update": "self.scaler.update(); after = self.scaler.get_scale(); ran = before <= after"}, []),
+        ({"update": "self.scaler.update(); before = after"}, []),
+        ({"before": "if first: before = self.scaler.get_scale()"}, []),
+        ({"first": "torch.isfinite(norm)"}, []),
+        ({"test": "ran = before < after"}, []),  # never true: the schedule does not advance at all
+    ],
+)
+def test_a_scale_that_is_compared_before_it_is_updated(changed, expected):
+    """Only `update` changes the scale: two values that are read before it are equal, and say nothing about the step."""
+    assert reported(COMPARED.format(**{**FORMS, **changed})) == expected

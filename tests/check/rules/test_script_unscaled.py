@@ -223,3 +223,41 @@ def test_reports_a_loss_that_takes_another_way(text):
 def test_is_silent_where_the_loss_may_be_scaled_elsewhere(text):
     """A library that scales, a loss from elsewhere and a scaler within reach are no finding."""
     assert findings(text, "HS123") == []
+
+
+KEPT = """\
+import contextlib
+import torch
+class Trainer:
+    def __init__(self, model, config):
+        self.model, self.optimizer = model, torch.optim.Adam(model.parameters())
+        self.amp_context = torch.autocast("cuda"{dtype}) if config.amp else contextlib.nullcontext()
+    def train(self, loader):
+        for x in loader:
+            with self.amp_context:
+                out = self.model(x)
+            target = self.reference(x)
+            self.advance({passed})
+    def advance(self, target, output=None):
+        {loss}
+        self.optimizer.zero_grad()
+        {call}.backward()
+        self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passed", "loss", "call", "expected"),
+    [
+        ("", "target, out", "loss = output.loss", "loss", [6]),
+        ("", "target, output=out.loss", "pass", "output", [6]),
+        ("", "target, out", "loss = {'sum': (output - target).mean()}", "loss['sum']", [6]),
+        (", dtype=torch.bfloat16", "target, out", "loss = output.loss", "loss", []),
+        ("", "out, target", "loss = output.loss", "loss", []),
+        ("", "target, out", "loss = fit(target, output.detach())", "loss", []),
+    ],
+)
+def test_a_loss_that_another_method_takes_from_what_it_receives(dtype, passed, loss, call, expected):
+    """HS123 follows the parameter from which the loss is computed to the region whose result the caller passes for it."""
+    text = KEPT.format(dtype=dtype, passed=passed, loss=loss, call=call)
+    assert [f.line for f in findings(text, "HS123")] == expected

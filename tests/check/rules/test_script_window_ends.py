@@ -250,3 +250,36 @@ def test_a_counter_that_starts_again_ends_a_window(divided, count, test, again, 
     """HS180 knows the window by what the counter does, whatever its length is called."""
     text = STARTED_AGAIN.format(divided=divided, count=count, test=test, again=again)
     assert lines(text, "HS180") == expected
+
+
+STUCK = """\
+import torch
+count = 0
+for epoch in range(9):
+    for i, x in enumerate(loader):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        {window}
+        (loss / window).backward()
+        if (count + 1) % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            {inside}
+        {outside}
+"""
+
+
+@pytest.mark.parametrize(
+    ("window", "inside", "outside", "expected"),
+    [
+        ("window = args.accumulation_steps", "count += 1", "pass", [9]),
+        ("window = args.accumulation_steps", "pass", "count += 1", []),
+        ("window = windows[i]", "count += 1", "pass", []),
+        ("window = x.window", "count += 1", "pass", []),
+        ("window = args.accumulation_steps; count = i", "count += 1", "pass", []),
+        ("window = args.accumulation_steps; count = args.start", "count += 1", "pass", []),
+    ],
+)
+def test_a_window_whose_length_is_read_in_the_loop_never_ends(window, inside, outside, expected):
+    """HS156: the length is the same in each pass if it copies a setting, so that only the counter could end the window."""
+    assert lines(STUCK.format(window=window, inside=inside, outside=outside), "HS156") == expected

@@ -49,6 +49,7 @@ def test_a_call_is_recognised(text, kind):
         "model.to(device)",
         "x.norm()",
         "p.grad is None",
+        "best = find_optimal_threshold(x)\nbest.state_dict()",
         "bar.step()",
     ],
 )

@@ -1,5 +1,7 @@
 """Functions, assignments and calls."""
 
+import pytest
+
 from check_scripts import script
 
 
@@ -60,6 +62,29 @@ def test_a_stand_in_class_is_not_taken_for_the_import():
     facts = outline(text)
     assert facts.call_target(*facts.calls["step"][-1]) is None or facts.calls["step"][-1][1] is not facts.module
     assert all(facts.call_target(c, f) is None for c, f in facts.calls["step"] if f is facts.module)
+
+
+@pytest.mark.parametrize(
+    ("between", "main", "expected"),
+    [
+        ("", "def main():\n    train(scaler)  # GradScaler\n", "train again"),
+        ("", "train()\n", "train again"),
+        ("train()\n", "", "train"),
+        ("def main():\n    train(scaler)  # GradScaler\n", "", "train again"),
+    ],
+)
+def test_a_function_that_is_defined_again_is_replaced(between, main, expected):
+    """A call in a function runs the last definition, and one in the same block the last above it."""
+    facts = outline(f"def train():\n    'train'\n{between}def train():\n    'train again'\n{main}")
+    assert facts.call_target(*facts.calls["train"][0]).body[0].value.value == expected
+
+
+def test_a_function_is_replaced_within_its_branch():
+    """Of two definitions in one branch the call in that branch runs the last above it."""
+    body = "    def train():\n        'a'\n    train()\n    def train():\n        'b'\n    train()\n"
+    facts = outline(f"if amp:\n{body}")
+    calls = sorted(facts.calls["train"], key=lambda site: site.call.lineno)
+    assert [facts.call_target(*site).body[0].value.value for site in calls] == ["a", "b"]
 
 
 def test_deep_nesting_does_not_exhaust_the_stack():

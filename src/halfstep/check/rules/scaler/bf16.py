@@ -188,7 +188,7 @@ class ScalerWithBf16(ScriptRule):
             # Replaced by None, or switched by a flag of its own; on another device it is another object.
             is_only = len(values) == 1 or (
                 len(others) < len(values)
-                and all(_is_for_device(script, v) or _is_first_none(script, v) for v in others)
+                and all(_is_for_device(script, v) or _is_first_none(script, v) or _is_off(script, v) for v in others)
             )
             if is_only and (together or amp) and not all(_only_off_cuda(script, a, scaler, switches) for a in either):
                 yield scaler, either[0]
@@ -312,6 +312,12 @@ def _is_entered_with(script: Script, region: Autocast, switches: set[str]) -> bo
 def _is_first_none(script: Script, value: ast.expr) -> bool:
     """Whether a value is the None that a variable has before mixed precision is set up."""
     return isinstance(value, ast.Constant) and value.value is None and not conditions_of(script.outline, value)
+
+
+def _is_off(script: Script, value: ast.expr) -> bool:
+    """Whether a value is the None that a variable has where mixed precision as a whole is off."""
+    last = conditions_of(script.outline, value)[-1:]
+    return constant(value) is None and any(_SWITCH.search(text) and not is_true for text, is_true in last)
 
 
 def _is_for_device(script: Script, value: ast.expr) -> bool:

@@ -95,7 +95,8 @@ class ScalerInLoop(TraceRule):
                 return None  # a reset after an exception, or after many overflows
             every_step = scaler.key and all(len(e.loops) == len(event.loops) for e in steps)
             severity: Severity = "error" if every_step else "warning"
-            frequency = f"on every iteration of the loop at line {script.source.cell_line(event.loops[-1].line).line}"
+            loop: ast.AST = next(reversed(loops_around(script, event)), event.node)
+            frequency = f"on every iteration of the loop at {script.at(loop)}"
         else:
             # A scaled backward, where a project's optimizer is stepped with the scaler.
             steps = [e for e in trace if len(e.loops) == 1 and (e.kind == "scaler_step" or e.scaled == "yes")]

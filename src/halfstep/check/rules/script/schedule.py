@@ -23,7 +23,7 @@ from halfstep.check.script.flow.order import (
     switched_off,
 )
 from halfstep.check.script.flow.phases import hooked_schedules
-from halfstep.check.script.flow.skipped import never_float16, reads_scale, tests_norm
+from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_scales, settled_by, tests_norm
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, length_of, micro_batches, targets_of
@@ -284,7 +284,9 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
         steps = [e for e in steps if not never_float16(script, e) and not tests_norm(e.guards)]
         steps = [e for e in steps if e.function is event.function or event.loops]
+        settled = settled_by(script, same_scales(script))
         always = _without_alternatives(trace, event)
+        always = dataclasses.replace(always, guards=tuple(g for g in always.guards if g not in settled))
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
         # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
         missing = {e.local.scaler for e in unbound_scalers(script)} if steps else set()
@@ -293,9 +295,13 @@ class SchedulerIgnoresSkips(TraceRule):
             return None
         scaler = steps[0].local.scaler
         call = text_of(event.node.func) if isinstance(event.node, ast.Call) else event.local.subject
+        tests = [settled[g] for g in event.guards if g in settled]
+        compared = (
+            f": {script.at(tests[0])} compares the scale before `update`, which alone changes it" if tests else ""
+        )
         return self.finding(
             script.where(event.node),
-            f"`{call}()` also runs when `{scaler}` skips the optimizer step",
+            f"`{call}()` also runs when `{scaler}` skips the optimizer step" + compared,
             instead=f"call {call}() only if {scaler}.get_scale() did not decrease",
         )
 

@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import is_divided_by_value
-from halfstep.check.script.flow.emptied import may_be_cleared, never_computed, stepped_empty
+from halfstep.check.script.flow.emptied import may_be_cleared, never_computed, not_computed_when, stepped_empty
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import (
     backward_of_other_branch,
@@ -26,13 +26,12 @@ from halfstep.check.script.flow.order import (
     between,
     earlier,
     later,
-    loops_around,
     only_settings,
     without_amp,
 )
 from halfstep.check.script.flow.stuck import stuck_window
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches
+from halfstep.check.script.flow.window import ACCUMULATION, window_of_clearing, window_of_loop
 from halfstep.check.script.objects.engines import engine_at
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
@@ -49,7 +48,6 @@ _BACKWARDS = ("backward", "owned_backward")
 _STEPS_ITSELF = regex(r"deepspeed|lightning|hook|megatron|colossalai", re.IGNORECASE)
 _SCHEDULES = regex(r"LR$|[Ss]chedul|^(len|print|type|isinstance)$")
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
-_TOTAL = regex(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _PLAIN = """\
 import torch
 optimizer = torch.optim.AdamW(model.parameters())
@@ -286,6 +284,12 @@ class MisplacedZeroGrad(TraceRule):
         if event.kind == "opt_step" and (loss := never_computed(script, trace, index)) is not None:
             text = f"no line computes gradients for this step: `{loss.id}` (line {loss.lineno}) is only reported, so nothing is trained"
             return self.finding(script.where(event.node), text, instead=f"{loss.id}.backward() before the step")
+        if event.kind == "opt_step" and (option := not_computed_when(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"when `{option.text}` is {str(not option.is_true).lower()}, no line computes gradients for this step, so nothing is trained",
+                instead="loss.backward() on this path as well",
+            )
         if event.kind == "opt_step" and (back := never_stepped(script, trace, index)) is not None:
             return self.finding(
                 script.where(back.node),
@@ -365,7 +369,7 @@ class StepEveryMicroBatch(TraceRule):
         if any(e.kind in {"handed", "owned_step"} for e in trace) or not cleared:
             return None
         inside = [e for e in cleared if e.loops[: len(event.loops)] == event.loops]
-        length = _window_of_clearing(script, inside, event) if inside else _window_of_loop(script, event)
+        length = window_of_clearing(script, inside, event) if inside else window_of_loop(script, event)
         if not length or not (ACCUMULATION.search(length) or is_divided_by_value(script, trace[back], length)):
             return None
         line = script.where((inside or cleared)[-1].node).line
@@ -375,23 +379,6 @@ class StepEveryMicroBatch(TraceRule):
             "uses a part of the window's sum",
             instead="step only at the end of the window, right before the gradients are cleared",
         )
-
-
-def _window_of_clearing(script: Script, cleared: list[Event], event: Event) -> str:
-    """n, where every zero_grad waits for the end of a window of n micro-batches for which a step does not."""
-    lengths = [
-        next((n for g in e.accumulating if g not in event.guards and (n := length_of(script, g))), "") for e in cleared
-    ]
-    return lengths[0] if lengths and all(lengths) else ""
-
-
-def _window_of_loop(script: Script, event: Event) -> str:
-    """n, where a step is in the body of `for micro in range(n)`, outside of which the gradients are cleared."""
-    loops = loops_around(script, event)
-    if len(loops) != len(event.loops) or len(loops) < 2:
-        return ""
-    length = micro_batches(loops[-1])
-    return "" if _TOTAL.search(length) and not re.search("accum|micro", length) else length
 
 
 RULES: tuple[type[Rule], ...] = (KeptAfterOverflow, MisplacedZeroGrad, StepEveryMicroBatch)

@@ -119,6 +119,7 @@ def created_later(script: Script, event: Event) -> int | None:
 def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     """The setting without which a scaler is never assigned, if the event uses it whatever that setting is."""
     place, scope, bindings = _start(script, event)
+    bindings = _without_fallbacks(script, bindings)
     if event.scaler.startswith("self."):
         is_init = len(bindings) == 1 and _is_setup(script, bindings[0].function)
         scope = bindings[0].function if is_init and bindings[0].function.cls == event.function.cls else None
@@ -152,6 +153,17 @@ def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     if not all(map(is_amp, missing)) and any(is_setting(script, guard, event) for guard in others):
         return None  # `args.train` and `mode == "train"` may be the same
     return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
+
+
+def _without_fallbacks(script: Script, bindings: list[Binding]) -> list[Binding]:
+    """The assignments without those in a handler of a `try` that has another: both create the scaler, for different versions of torch."""
+    tried = [node for b in bindings for node in _around(script, b.node) if isinstance(node, ast.Try)]
+    again = set()
+    for node in tried:
+        first = {part for statement in node.body for part in ast.walk(statement)}
+        if any(b.node in first for b in bindings):
+            again |= {part for handler in node.handlers for part in ast.walk(handler)}
+    return [b for b in bindings if b.node not in again]
 
 
 def tests_entry(event: Event, guard: Guard) -> bool:

@@ -6,15 +6,16 @@ import ast
 import re
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import STEPS, is_amp, is_setting, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["may_be_cleared", "never_computed", "stepped_empty"]
+__all__ = ["may_be_cleared", "never_computed", "not_computed_when", "stepped_empty"]
 
 _GRADIENTS = ("backward", "owned_backward", "autograd_grad", "grad_read", "handed")
 # Calls that may compute gradients themselves.
@@ -25,7 +26,8 @@ _PLAIN = frozenset({
     "set_grad_enabled", "inference_mode", "requires_grad_", "set_postfix",
 })  # fmt: skip
 _REPORTS = frozenset({
-    "print", "float", "str", "isnan", "isinf", "isfinite", "append", "accumulate", "no_sync", "unwrap_model",
+    "print", "float", "str", "isnan", "isinf", "isfinite", "append", "accumulate", "no_sync", "unwrap_model", "hasattr",
+    "isinstance", "getattr", "len", "type",
 })  # fmt: skip
 # `write_training_log`, `save_train_images`, `plot_step`: what writes or draws does not train.
 _WRITES = regex(
@@ -37,6 +39,9 @@ _CLEARS = regex(
     re.IGNORECASE,
 )
 _PRINTS = regex(r"(^|[._])(print\w*|log\w*|info|debug|add_scalar|write)$")
+_OPTION = regex(r"^(self\.)?([a-z]+_)?(args|opts?|cfg|config|conf|hps?|hparams|flags|settings)\.[\w.]+$", re.IGNORECASE)
+# Runs that are not to train anything.
+_IDLE = regex(r"eval|test|valid|infer|debug|dry|prof|bench|train|freez|only|predict|measure|backward", re.IGNORECASE)
 _ELSEWHERE = regex(r"hook|deepspeed|lightning|megatron|colossalai|horovod|jax\b|closure", re.IGNORECASE)
 
 
@@ -60,6 +65,45 @@ def never_computed(script: Script, trace: Trace, index: int) -> ast.Name | None:
     passed = {key_of(a) for call in calls if _name_of(call) not in _REPORTS for a in arguments_of(call)}
     # What receives the loss, the optimizer or the model may run the backward of another file.
     return None if passed & {loss.id, event.local.optimizer, *(e.local.subject for e in forwards)} else loss
+
+
+def not_computed_when(script: Script, trace: Trace, index: int) -> Guard | None:
+    """The option with which a loop runs none of its backwards, and still clears gradients and steps; None if any line may compute some."""
+    event = trace[index]
+    above = list(script.above(event.node))
+    loop = next((n for n in above if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+    backs = [e for e in trace if e.kind in _GRADIENTS]
+    others = ("owned_step", "engine_step", "autograd_grad", "handed", "grad_read")
+    if loop is None or not backs or script.has(*others) or _ELSEWHERE.search(script.source.text):
+        return None
+    cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops and only_settings(script, e, event)]
+    is_here = all(e.loops == event.loops and e.function is event.function for e in backs)
+    if not cleared or not is_here or not isinstance(event.node, ast.Call) or arguments_of(event.node):
+        return None
+    apart = {*event.guards, *(g for e in cleared for g in e.guards)}
+    shared = set(backs[0].guards).intersection(*(e.guards for e in backs)) - apart - {g.opposite for g in apart}
+    options = [g for g in backs[0].guards if g in shared and _OPTION.match(g.text) and not _IDLE.search(g.text)]
+    options = [g for g in options if not is_amp(g) and is_setting(script, g, event)]
+    branches = {n for e in backs for n in _branch_of(script, e.node, loop)}
+    calls = [n for n in ast.walk(loop) if isinstance(n, ast.Call) and n not in branches]
+    calls = [n for n in calls if script.outline.call_target(n, event.function) is None]
+    passed = {key_of(a) for call in calls if _name_of(call) not in _REPORTS for a in arguments_of(call)}
+    models = {e.local.subject for e in trace if e.kind == "forward"}
+    if any(map(_computes, calls)) or passed & {event.local.optimizer, *models}:
+        return None
+    return options[0] if options else None
+
+
+def _branch_of(script: Script, node: ast.AST, loop: ast.AST) -> list[ast.AST]:
+    """What runs with a node inside a loop: the branch of the outermost condition around it."""
+    inner, branch = node, list[ast.stmt]()
+    for outer in script.above(node):
+        block = next((b for b in blocks_of(outer) if inner in b), [])
+        branch = block if isinstance(outer, ast.If) else branch
+        inner = outer
+        if outer is loop:
+            break
+    return [part for statement in branch for part in ast.walk(statement)]
 
 
 def _is_loss_of(statement: ast.Assign, event: Event) -> bool:

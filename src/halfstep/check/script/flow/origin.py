@@ -83,7 +83,7 @@ def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
         return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
     if _assigned_to_self(block) & {key_of(part) for part in loss} and opened.function.cls == event.function.cls:
         return True  # `self.loss`, which one method computes and another one uses
-    if _passes_on(opened, event, loss):
+    if _passes_on(opened, event, loss, outline):
         return True
     return _returns(opened, outline) and _is_result(opened, event, loss, outline)
 
@@ -112,13 +112,17 @@ def _is_result(opened: Event, event: Event, loss: list[ast.AST], outline: Outlin
     return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
 
 
-def _passes_on(opened: Event, event: Event, loss: list[ast.AST]) -> bool:
-    """Whether a loss is a parameter for which the function of a region passes what the region computes."""
+def _passes_on(opened: Event, event: Event, loss: list[ast.AST], outline: Outline) -> bool:
+    """Whether a loss is, or is computed from, a parameter for which the function of a region passes what the region computes."""
     depth = len(opened.roots)
     call = event.roots[depth] if len(event.roots) == depth + 1 and event.roots[:depth] == opened.roots else None
-    if not isinstance(call, ast.Call) or not {key_of(part) for part in loss} & set(event.function.params):
+    params = event.function.params
+    names = _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline) & set(params)
+    if not isinstance(call, ast.Call) or not names:
         return False
-    values = (*call.args, *(k.value for k in call.keywords))
+    bound = params[event.function.method and params[0] in {"self", "cls"} :]
+    passed = [*zip(bound, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]
+    values = [value for name, value in passed if name in names or name is None]
     return bool(_assigned(opened.node) & {key_of(part) for value in values for part in ast.walk(value)})
 
 

@@ -63,7 +63,9 @@ def _around(script: Script, place: ast.AST) -> StuckWindow | None:
         advanced = sorted(
             key_of(n) for n in stores if n in inside and _is_increased(script, n) and key_of(n) in counters
         )
-        others = [n for n in stores if n not in inside]
+        others = [
+            n for n in stores if n not in inside and (key_of(n) in counters or not _is_copied(script, n, outermost))
+        ]
         if advanced and not any(_is_during(script, n, outermost) for n in others) and not _varies(names, outermost):
             return StuckWindow(
                 test, f"`{text_of(test)}`" if is_true else f"not `{text_of(test)}`", advanced[0], text_of(modulo.right)
@@ -109,6 +111,15 @@ def _is_during(script: Script, target: ast.AST, loop: ast.AST) -> bool:
     function = next((n for n in reversed(above) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
     is_same = function is next((n for n in script.above(loop) if isinstance(n, ast.FunctionDef)), None)
     return isinstance(target, ast.Attribute) and not is_same and not _BEFORE.search(getattr(function, "name", "load"))
+
+
+def _is_copied(script: Script, target: ast.AST, loop: ast.AST) -> bool:
+    """Whether an assignment gives a variable the same value in each pass of a loop: `window = args.accumulation_steps`."""
+    statement = script.outline.parents.get(target)
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    read = {key_of(n) for n in ast.walk(value)} - {""} if value is not None and key_of(value) else set()
+    stored = {key_of(n) for n in ast.walk(loop) if isinstance(getattr(n, "ctx", None), ast.Store)}
+    return bool(read) and not read & (stored | {"self"})
 
 
 def _varies(names: set[str], loop: ast.AST) -> bool:

@@ -21,7 +21,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "micro_batches",
     "targets_of",
     "window_of",
+    "window_of_clearing",
+    "window_of_loop",
 ]
 
 # Names of the number of micro-batches.
@@ -57,6 +59,7 @@ _SIZE = regex(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather t
 _PART = regex(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
 _TRIED = regex(r"\b(\w+_)?(batch_?size|bs|bsz)\b", re.IGNORECASE)  # `for batch_size in (8, 16, 32)`
 _MICRO = regex(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
+_TOTAL = regex(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
 _COUNTER = regex(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
 
@@ -262,14 +265,23 @@ def _slices(loop: ast.AST) -> str:
 
 
 def is_position(script: Script, event: Event, value: ast.expr) -> bool:
-    """Whether a value is the number of an iteration, `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
-    loop = next(reversed(loops_around(script, event)), None)
-    if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or key_of(loop.iter.func) != "enumerate":
-        return False
+    """Whether a value is the number of an iteration, `i` or `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
+    index = _counter(script, next(reversed(loops_around(script, event)), None), event)
     operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
     is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
-    index = key_of(loop.target.elts[0]) if isinstance(loop.target, ast.Tuple) else ""
-    return bool(operators) and is_whole and index in {key_of(part) or None for part in _summands(value)}
+    return bool(index) and is_whole and index in {key_of(part) for part in _summands(value)}
+
+
+def _counter(script: Script, loop: ast.AST | None, event: Event) -> str:
+    """The variable that counts the passes of a loop over `enumerate(loader)`, also inside `tqdm(...)` or in a variable; "" if none."""
+    source = loop.iter if isinstance(loop, ast.For) else None
+    values = script.outline.values(source.id, event.function) if isinstance(source, ast.Name) else []
+    source = values[0] if len(values) == 1 else source
+    while isinstance(source, ast.Call) and last_name(text_of(source.func)) == "tqdm" and source.args:
+        source = source.args[0]
+    is_counted = isinstance(source, ast.Call) and text_of(source.func) == "enumerate"
+    target = loop.target if isinstance(loop, ast.For) else None
+    return key_of(target.elts[0]) if is_counted and isinstance(target, ast.Tuple) and target.elts else ""
 
 
 def _summands(value: ast.expr) -> Iterator[ast.expr]:
@@ -330,3 +342,20 @@ def is_trial(script: Script, event: Event) -> bool:
         return True
     sized = [text_of(loop.test if isinstance(loop, ast.While) else loop.target) for loop in loops]
     return any(_TRIED.search(text) for text in sized)
+
+
+def window_of_clearing(script: Script, cleared: list[Event], event: Event) -> str:
+    """n, where every zero_grad waits for the end of a window of n micro-batches for which a step does not."""
+    lengths = [
+        next((n for g in e.accumulating if g not in event.guards and (n := length_of(script, g))), "") for e in cleared
+    ]
+    return lengths[0] if lengths and all(lengths) else ""
+
+
+def window_of_loop(script: Script, event: Event) -> str:
+    """n, where a step is in the body of `for micro in range(n)`, outside of which the gradients are cleared."""
+    loops = loops_around(script, event)
+    if len(loops) != len(event.loops) or len(loops) < 2:
+        return ""
+    length = micro_batches(loops[-1])
+    return "" if _TOTAL.search(length) and not re.search("accum|micro", length) else length

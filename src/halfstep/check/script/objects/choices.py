@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from halfstep.check.regex import regex
-from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.children import all_children_of
+from halfstep.check.script.syntax.names import chain, key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
@@ -28,6 +30,7 @@ __all__ = [
     "field_values",
     "is_configuration",
     "is_float32_on_cpu",
+    "keyed_values",
     "strings_of",
     "text_of",
 ]
@@ -35,6 +38,7 @@ __all__ = [
 UNKNOWN = "?"
 MAX_DEPTH = 4
 _CONFIGURATION = regex(r"(^|[._])\w*(args|arguments|cfg|conf|config|opts?|options|hparams|settings)$", re.IGNORECASE)
+_AMP_DTYPE = regex(r"(amp|precision|autocast|compute|train\w*)_dtype$")
 MAX_VALUES = 8  # of one variable; more are not followed
 DTYPES = {
     "torch.float16": "float16",
@@ -177,6 +181,38 @@ def field_values(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]
     return [(k.value, function) for call, function in sites for k in call.keywords if k.arg == name]
 
 
+@lru_cache(maxsize=1)
+def keyed_values(outline: Outline) -> dict[str, list[tuple[ast.expr, Function, bool, bool]]]:
+    """The values of the file that have a name: those of dictionaries, those of calls, and those of `dict(...)`, which are both."""
+    functions: dict[ast.AST, Function] = {f.node: f for f in outline.functions}
+    keyed: dict[str, list[tuple[ast.expr, Function, bool, bool]]] = {}
+    stack: list[tuple[ast.AST, Function]] = [(outline.module.node, outline.module)]
+    while stack:
+        part, scope = stack.pop()
+        scope = functions.get(part, scope)
+        if isinstance(part, ast.Dict):
+            for name, value in zip(part.keys, part.values, strict=True):
+                if isinstance(key := constant(name), str):
+                    keyed.setdefault(key, []).append((value, scope, True, False))
+        elif isinstance(part, ast.Call) and part.keywords:
+            is_dict = text_of(part.func) == "dict"
+            for keyword in part.keywords:
+                if keyword.arg is not None:
+                    keyed.setdefault(keyword.arg, []).append((keyword.value, scope, is_dict, True))
+        stack += [(child, scope) for child in all_children_of(part) if not isinstance(child, (ast.Name, ast.Constant))]
+    return keyed
+
+
+def _arguments_named(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
+    """What `Strategy(amp_dtype=...)` sets, where this file creates an object of any class, under a name of mixed precision."""
+    every = keyed_values(outline).get(name, ()) if _AMP_DTYPE.search(name) else ()
+    passed = [(value, scope, outline.parents.get(value)) for value, scope, _, is_in_call in every if is_in_call]
+    sites = [(value, scope, outline.parents.get(keyword)) for value, scope, keyword in passed if keyword is not None]
+    return [
+        (v, f) for v, f, call in sites if isinstance(call, ast.Call) and last_name(text_of(call.func))[:1].isupper()
+    ]
+
+
 def _converted(outline: Outline, name: str) -> list[tuple[ast.expr, Function]]:
     """What a field is set to where its class is created from a dictionary: `d["dtype"] = TABLE[d["dtype"]]`, then `cls(**d)`."""
     fields = [b for b in outline.bindings.get(name, ()) if isinstance(outline.parents.get(b.node), ast.ClassDef)]
@@ -225,6 +261,7 @@ def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth
     if choices is None and isinstance(node, ast.Attribute):
         values = [(value, function) for value in field_defaults(outline, node.attr)]
         values += _converted(outline, node.attr) if values else []
+        values += _arguments_named(outline, node.attr)
         parts = [dtypes_of(outline, value, scope, depth - 1) for value, scope in values[:MAX_VALUES]]
         return frozenset().union(_NOTHING, *parts)
     return _NOTHING if choices is None else choices

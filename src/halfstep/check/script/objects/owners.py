@@ -7,24 +7,47 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import is_setting, loops_around
+from halfstep.check.script.flow.order import (
+    STEPS,
+    between,
+    is_setting,
+    later,
+    loops_around,
+    only_settings,
+    switched_off,
+)
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import arguments_of, conditions_of, options_of
+from halfstep.check.script.objects.expressions import arguments_of, arms_of, conditions_of, options_of
+from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["clipped_models", "is_of_another", "list_of", "optimized_models", "prepared_if", "share"]
+__all__ = ["clipped_models", "is_of_another", "left_scaled", "list_of", "optimized_models", "prepared_if", "share"]
 
 # What decides how a run is launched, and so whether there is anything to prepare.
 _LAUNCHED = regex(
     r"accelerat|distrib|deepspeed|fsdp|megatron|ddp|tpu|xla|cuda|device|process|rank|world|prepare", re.IGNORECASE
 )
 _OPTIMIZER = regex(r"_*(optim|optimizer|optimiser|opt)$")
+_TRAINABLE = regex(r"^[\w.]+\.(requires_grad|grad is not None)$")  # leaves out nothing that is clipped or stepped
+_CHANGES = ("backward", "owned_backward", "autograd_grad", "handed", "zero_grad", *STEPS)
+_LISTS = {"parameters", "named_parameters"}
+MAX_NAMES = 4  # variables on the way from an optimizer to the parameters of a model
+
+
+class _Owned(NamedTuple):
+    """What an optimizer steps."""
+
+    created: frozenset[ast.AST]
+    models: frozenset[str]
+    filters: frozenset[str]  # which of their parameters it has; "" for all of them
 
 
 def clipped_models(script: Script, event: Event) -> frozenset[str]:
@@ -159,3 +182,100 @@ def _in_caller(owner: str, event: Event) -> str:
     position = params.index(root) - (event.function.method and params[0] in {"self", "cls"})
     passed = key_of(argument(event.roots[-1], position, root))
     return _plain(passed) + dot + rest if passed else owner
+
+
+def left_scaled(script: Script, trace: Trace, first: int, last: int) -> Event | None:
+    """The step of an optimizer whose gradients the clip `trace[last]` includes while they are still multiplied by the scale.
+
+    Those of another optimizer, with other parameters of the same model, have been unscaled since the backward `trace[first]`.
+    """
+    back, clip = trace[first], trace[last]
+    since = between(trace, first, last, "unscale", "handed", *STEPS)
+    clipped = clipped_models(script, clip)
+    unscaled = [_owned(script, e) for e in since if e.kind == "unscale"]
+    known = [o for o in unscaled if o is not None and share(clipped, o.models)]
+    if not known or not len(known) == len(unscaled) == len(since) or not _is_whole(script, clip):
+        return None
+    for index in later(trace, last, *_CHANGES):
+        step = trace[index]
+        if step.kind != "scaler_step":
+            if step.kind != "zero_grad" or step.optimizer not in {e.optimizer for e in since}:
+                return None
+        elif step.scaler == back.scaler and step.loops == clip.loops and only_settings(script, step, clip):
+            own = _owned(script, step)
+            is_clipped = own is not None and share(clipped, own.models) and not switched_off(script, step)
+            if own is not None and is_clipped and all(_is_apart(own, other) for other in known):
+                return step
+    return None
+
+
+def _is_whole(script: Script, clip: Event) -> bool:
+    """Whether a clip receives all parameters of its models."""
+    params = argument(clip.node, 0, "parameters") if isinstance(clip.node, ast.Call) else None
+    return params is not None and set(_filters(script.outline, params, clip.function)) == {""}
+
+
+def _is_apart(a: _Owned, b: _Owned) -> bool:
+    """Whether two optimizers have different parameters: of different models, or filtered by different conditions."""
+    if a.created & b.created:
+        return False
+    return not share(a.models, b.models) or ("" not in a.filters | b.filters and not a.filters & b.filters)
+
+
+def _owned(script: Script, event: Event) -> _Owned | None:
+    """What the optimizer of a step or unscale_ has; None if the text does not show it."""
+    outline = script.outline
+    key = key_of(argument(event.node, 0, "optimizer")) if isinstance(event.node, ast.Call) else ""
+    sources = (
+        [s for s in outline.sources(key, event.function) if getattr(s[0], "value", s[0]) is not None] if key else []
+    )
+    models: set[str] = set()
+    filters: set[str] = set()
+    for value, function in sources:
+        params = argument(value, 0, "params") if isinstance(value, ast.Call) else None
+        own = {key_of(o) for o, _ in owners_of(outline, params, function)} if params is not None else set()
+        texts = set(_filters(outline, params, function)) if params is not None else set()
+        if not own or not texts or "" in own:
+            return None
+        models |= set(map(_plain, own))
+        filters |= texts
+    return _Owned(frozenset(v for v, _ in sources), frozenset(models), frozenset(filters)) if sources else None
+
+
+def _filters(outline: Outline, params: ast.AST, function: Function, depth: int = MAX_NAMES) -> Iterator[str]:
+    """The conditions by which an expression selects the parameters of models, one for each list of them; "" for none."""
+    stack: list[ast.AST] = [params]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and _lists(node.generators[0].iter):
+            tests = [text_of(test) for generator in node.generators for test in generator.ifs]
+            yield " and ".join(test for test in tests if not _TRAINABLE.match(test))
+            continue
+        if _lists(node):
+            yield ""
+            continue
+        if isinstance(node, ast.Name) and depth:
+            for value, origin in outline.sources(node.id, function):
+                yield from _filters(outline, value, origin, depth - 1)
+            yield from _appended(outline, node.id, function)
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def _appended(outline: Outline, name: str, function: Function) -> Iterator[str]:
+    """The conditions under which loops over the parameters of a model append to a list."""
+    for call, inner in outline.calls.get("append", ()):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        arm = next((a for a in arms_of(owner) if key_of(a) == name), None) if owner is not None else None
+        loop: ast.AST | None = call
+        while loop is not None and not isinstance(loop, (ast.For, ast.FunctionDef)):
+            loop = outline.parents.get(loop)
+        if arm is None or inner is not function or not isinstance(loop, ast.For) or not _lists(loop.iter):
+            continue
+        guards = [g for g in conditions_of(outline, arm) if g not in conditions_of(outline, loop)]
+        tests = [g.text if g.is_true else f"not ({g.text})" for g in guards]
+        yield " and ".join(test for test in tests if not _TRAINABLE.match(test))
+
+
+def _lists(node: ast.AST) -> bool:
+    """Whether an expression lists the parameters of a model: `model.named_parameters()`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LISTS

@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 from halfstep.check.finding import Place
 from halfstep.check.regex import regex
@@ -22,9 +21,9 @@ from halfstep.check.script.objects.choices import (
     constant,
     devices_of,
     dtypes_of,
+    keyed_values,
     text_of,
 )
-from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.excluded import is_never_equal
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -245,32 +244,10 @@ def _in_table(outline: Outline, node: ast.Subscript, function: Function, depth: 
 def _stored(outline: Outline, node: ast.expr) -> list[tuple[ast.expr, Function]]:
     """What the dictionaries of the file have under the key of `env["ctx"]`, and the calls under the name of `env.ctx`."""
     key = constant(node.slice) if isinstance(node, ast.Subscript) else getattr(node, "attr", None)
-    every = _keyed(outline).get(key, ()) if isinstance(key, str) else ()
+    every = keyed_values(outline).get(key, ()) if isinstance(key, str) else ()
     if isinstance(node, ast.Subscript):
         return [(value, scope) for value, scope, is_in_dict, _ in every if is_in_dict]
     return [(value, scope) for value, scope, _, is_in_call in every if is_in_call]
-
-
-@lru_cache(maxsize=1)
-def _keyed(outline: Outline) -> dict[str, list[tuple[ast.expr, Function, bool, bool]]]:
-    """The values of the file that have a name: those of dictionaries, those of calls, and those of `dict(...)`, which are both."""
-    functions: dict[ast.AST, Function] = {f.node: f for f in outline.functions}
-    keyed: dict[str, list[tuple[ast.expr, Function, bool, bool]]] = {}
-    stack: list[tuple[ast.AST, Function]] = [(outline.module.node, outline.module)]
-    while stack:
-        part, scope = stack.pop()
-        scope = functions.get(part, scope)
-        if isinstance(part, ast.Dict):
-            for name, value in zip(part.keys, part.values, strict=True):
-                if isinstance(key := constant(name), str):
-                    keyed.setdefault(key, []).append((value, scope, True, False))
-        elif isinstance(part, ast.Call) and part.keywords:
-            is_dict = text_of(part.func) == "dict"
-            for keyword in part.keywords:
-                if keyword.arg is not None:
-                    keyed.setdefault(keyword.arg, []).append((keyword.value, scope, is_dict, True))
-        stack += [(child, scope) for child in all_children_of(part) if not isinstance(child, (ast.Name, ast.Constant))]
-    return keyed
 
 
 def _called(outline: Outline, value: ast.expr, call: ast.Call, function: Function, depth: int) -> list[Autocast]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep.check.script.syntax.children import statements_in
+from halfstep.check.script.syntax.children import blocks_of, statements_in
 from halfstep.check.script.syntax.names import Names, key_of
 from halfstep.check.script.syntax.scope import Binding, CallSite, Choice, Function, StatementCall
 
@@ -213,9 +213,9 @@ class Outline:
         if isinstance(func, ast.Name):
             scope: Function | None = function
             while scope is not None:
-                for candidate in self._by_name.get(func.id, ()):
-                    if candidate.parent is scope and not candidate.method:
-                        return candidate
+                own = [f for f in self._by_name.get(func.id, ()) if f.parent is scope and not f.method]
+                if own:
+                    return self._latest(own, getattr(func, "lineno", 0) if scope is function else 0)
                 scope = scope.parent
             is_class = func.id in self.classes and func.id not in self.names.table
             return self._method(func.id, "__init__") if is_class else None
@@ -226,6 +226,14 @@ class Outline:
             if owner in self.classes:
                 return self._method(owner, func.attr)
         return None
+
+    def _latest(self, functions: list[Function], line: int) -> Function:
+        """The function of a name that a call runs: of several definitions in one block the last, for a call in that block the last above it."""
+        first = functions[0].node
+        block = next((b for b in blocks_of(self.parents.get(first)) if first in b), []) if len(functions) > 1 else []
+        lines = {getattr(f.node, "lineno", 0): f for f in functions if f.node in block}
+        above = [number for number in lines if not line or number < line]
+        return lines[max(above)] if above else functions[0]
 
     def _method(self, cls: str, name: str, depth: int = 4) -> Function | None:
         method = self.classes.get(cls, {}).get(name)
