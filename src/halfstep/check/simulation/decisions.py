@@ -36,6 +36,7 @@ class Decisions(Run):
             holds = self.path.choose(key, 2, 1 if _RARE.search(key) else default) == 0
             if holds:
                 self.path.settle(f"{key} is None", 1)
+            self._note_absent(key, absent=not holds)
             return holds
         if isinstance(value, dict | list | tuple | str | int | float | bool | bytes | type(None)):
             return bool(value)
@@ -52,7 +53,13 @@ class Decisions(Run):
         holds = self.path.choose(question, 2, 1 if _RARE.search(question) else default) == 0
         if holds and test.operator in {"==", "is"}:
             self.bindings[test.key] = test.other
+            self._note_absent(test.key, absent=test.other is None)
         return holds
+
+    def _note_absent(self, key: str, *, absent: bool) -> None:
+        """A caller that passes no scaler may train in float32, which the region of this run does not show."""
+        if absent and "scaler" in key:
+            self.gradients.may_lack_scaler = True
 
     def _implied(self, test: Test) -> bool | None:
         """What an earlier answer about the same value says."""

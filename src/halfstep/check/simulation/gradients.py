@@ -46,6 +46,7 @@ class Gradients:
         self.optimizers: list[Optimizer] = []
         self.scalers: list[Scaler] = []
         self.is_sure = True  # no code of another file may have run a backward pass or a step so far
+        self.may_lack_scaler = False  # a caller passes none, for reasons that the script does not show
         self.is_partial = False  # some parameters may have no gradients
         self.skips = 0  # how often the run left an iteration or function early
         self._skips_at: dict[tuple[Scaler, Optimizer], int] = {}
@@ -140,7 +141,7 @@ class Gradients:
         if scaled and not self._is_unscaled(optimizer):
             key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
             self._add("HS103", node, f"`{optimizer.key}` steps on gradients that are multiplied by the scale of `{key}`", f"call {key}.step({optimizer.key})")  # fmt: skip
-        elif halves and len(halves) == len(parts):
+        elif halves and len(halves) == len(parts) and not self.may_lack_scaler:
             place = halves[0].loss.region or halves[0].node
             self._add("HS123", place, "float16 autocast computes the loss, and a run steps on its gradients without a GradScaler: small gradients become 0", "scale the loss, or use bfloat16")  # fmt: skip
 

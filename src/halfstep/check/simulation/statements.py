@@ -157,18 +157,27 @@ class Statements(Assignments):
         raise Raised
 
     def _run_Try(self, node: ast.Try, env: Env) -> None:  # noqa: N802
+        handler = next((h for h in node.handlers if _catches(h)), None)
         try:
+            if handler is not None and self._is_interrupted(node, handler):
+                raise Raised
             self.run(node.body, env)
             self.run(node.orelse, env)
         except Raised:
-            if not node.handlers:
+            if handler is None:
                 self.run(node.finalbody, env)
                 raise
-            self.run(node.handlers[0].body, env)
+            self.run(handler.body, env)
         except Left:
             self.run(node.finalbody, env)
             raise
         self.run(node.finalbody, env)
+
+    def _is_interrupted(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
+        """Whether something raises before anything of a block that trains, as a forward pass without memory does."""
+        continues = not any(isinstance(part, ast.Raise) for part in handler.body)
+        acts = any(self.relevance.acts(part) for part in node.body)
+        return continues and acts and self.path.choose(self.path.fresh(f"raises in {node.lineno}"), 2, 1) == 0
 
     _run_TryStar = _run_Try  # noqa: N815
 
@@ -206,3 +215,9 @@ def _loaded(target: ast.expr) -> ast.expr:
     if isinstance(target, ast.Subscript):
         return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
     return target
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler catches what a forward pass raises."""
+    names = ast.unparse(handler.type) if handler.type is not None else "Exception"
+    return any(name in names for name in ("Exception", "RuntimeError", "OutOfMemory", "OOM"))
