@@ -11,13 +11,12 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
 from halfstep.check.rules.weights.masters import is_exercise
-from halfstep.check.script.objects.capability import behind_ampere_test
-from halfstep.check.script.objects.described import is_described
 from halfstep.check.script.objects.outputs import leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.support import behind_ampere_test, is_described
 
 __all__ = ["RULES"]
 

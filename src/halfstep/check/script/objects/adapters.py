@@ -14,11 +14,16 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard, possible
-from halfstep.check.script.objects.expressions import ADAPTER_FLAG, asks_for_adapters, conditions_of, may_be_none
+from halfstep.check.script.objects.expressions import (
+    ADAPTER_FLAG,
+    asks_for_adapters,
+    conditions_of,
+    may_be_none,
+    spared_branches,
+)  # fmt: skip
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
 from halfstep.check.script.objects.loading import fully_trained
 from halfstep.check.script.objects.parameters import is_model_name
-from halfstep.check.script.objects.spared import spared_branches
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
 from halfstep.check.script.syntax.names import key_of
@@ -128,12 +133,8 @@ def adapter_use(outline: Outline) -> str:
     ]
     conditional += [
         _is_conditional(outline, call)
-        or (may_be_none(outline, keyword.value, function) and not _is_loaded_instead(outline, keyword.value, guards))
-        for name, calls in outline.calls.items()
-        if name == "from_pretrained" or name.endswith("Trainer")
-        for call, function in calls
-        for keyword in call.keywords
-        if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
+        or (may_be_none(outline, value, function) and not _is_loaded_instead(outline, value, guards))
+        for call, function, value in _configured(outline)
     ]
     # `options["quantization_config"] = ...` of a dictionary that `from_pretrained` receives
     conditional += [
@@ -148,6 +149,15 @@ def adapter_use(outline: Outline) -> str:
     if not conditional and not any(_is_used(outline, name) for name in outline.loads):
         return "no"  # imported, or configured and never passed on
     return "optional" if conditional and all(conditional) else "yes"
+
+
+def _configured(outline: Outline) -> Iterator[tuple[ast.Call, Function, ast.expr]]:
+    """The loads and Trainers that receive a configuration of adapters or quantization, each with that argument."""
+    for name, calls in outline.calls.items():
+        if name == "from_pretrained" or name.endswith("Trainer"):
+            for call, function in calls:
+                values = [k.value for k in call.keywords if k.arg in _KEYWORDS]
+                yield from ((call, function, value) for value in values if constant(value) not in {None, False})
 
 
 def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call) -> bool:
@@ -167,14 +177,7 @@ def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call)
             return False
         if (params and not received) or any(lineage.has(key_of(value), caller) for value, caller in received):
             return False
-    passed = [
-        site
-        for name, calls in outline.calls.items()
-        if name == "from_pretrained" or name.endswith("Trainer")
-        for site in calls
-        for keyword in site.call.keywords
-        if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
-    ]
+    passed = [(call, function) for call, function, _ in _configured(outline)]
     own = {trainer, *(cast.node for cast in lineage.casts)}
     for call, function in passed:
         # Another Trainer that attaches adapters to this model changes it in place.
