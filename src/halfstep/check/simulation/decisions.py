@@ -13,6 +13,7 @@ __all__ = ["Decisions"]
 
 _OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _RARE = regex(r"resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_")
+_SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 WINDOWS = (
     2,
     1,
@@ -71,6 +72,13 @@ class Decisions(Run):
         """The value that this run has decided on."""
         if isinstance(value, Unknown) and value.key in self.bindings:
             return self.bindings[value.key]
+        if (
+            isinstance(value, Unknown)
+            and (sum_ := _SUM.match(value.key))
+            and isinstance(self.bindings.get(sum_[1]), int)
+        ):
+            number = int(sum_[3])
+            return self.bindings[sum_[1]] + (number if sum_[2] == "+" else -number)
         if isinstance(value, Test) and value.key in self.bindings and is_plain(self.bindings[value.key]):
             return _compare(value.operator, self.bindings[value.key], value.other)
         return value
@@ -81,6 +89,13 @@ class Decisions(Run):
         chosen = allowed[min(self.path.choose(f"{value.key} % window", len(allowed)), len(allowed) - 1)]
         self.bindings[value.key] = chosen
         return chosen
+
+    def counter(self, value: Any) -> Any:
+        """A count of steps that the text does not decide, such as one from a checkpoint, starts at 0."""
+        if isinstance(value, Unknown) and value.key.replace(".", "_").isidentifier():
+            self.bindings[value.key] = 0
+            return 0
+        return value
 
     def _agrees(self, key: str, number: int) -> bool:
         for sign in ("<", ">", "<=", ">=", "=="):

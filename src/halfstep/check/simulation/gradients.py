@@ -49,6 +49,7 @@ class Gradients:
         self.may_lack_scaler = False  # a caller passes none, for reasons that the script does not show
         self.is_partial = False  # some parameters may have no gradients
         self.skips = 0  # how often the run left an iteration or function early
+        self._failed: set[ast.AST] = set()  # steps without gradients
         self._skips_at: dict[tuple[Scaler, Optimizer], int] = {}
 
     # --- what a script calls --------------------------------------------------------------------------------------
@@ -70,15 +71,24 @@ class Gradients:
         self._meet(optimizer)
         if (optimizer in scaler.unscaled or optimizer in scaler.stepped) and scaler.is_sure and optimizer.is_sure:
             self._unscaled_twice(scaler, optimizer, node)
-        self._check(scaler, optimizer)
-        scaler.unscaled[optimizer] = node
+        if any(p.number <= optimizer.unscaled for p in self._parts(optimizer) or ()) and scaler.is_sure:
+            self._add("HS105", node, f"gradients of `{optimizer.key}` that were divided by the scale before `{scaler.key}.update()` are divided again", "clear gradients after each step")  # fmt: skip
+        self._divide(scaler, optimizer, node)
         self._skips_at[scaler, optimizer] = self.skips
+
+    def _divide(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
+        """An optimizer's gradients, if it has any, are checked for inf and divided by the scale."""
+        if self._parts(optimizer) != []:
+            scaler.checked.add(optimizer)
+        scaler.unscaled[optimizer] = node
         optimizer.unscaled = len(self.backwards)
 
     def _unscaled_twice(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
         name = scaler.key
         if optimizer in scaler.stepped:
             self._add("HS105", node, f"`unscale_` is called after `{name}.step` and before `{name}.update()`, which raises RuntimeError", f"unscale before {name}.step")  # fmt: skip
+        elif scaler.unscaled[optimizer] in self._failed:
+            self._add("HS115", scaler.unscaled[optimizer], f"`{name}.step` can run without gradients of `{optimizer.key}`, which raises AssertionError, and the next `unscale_` raises RuntimeError", "step only after a backward")  # fmt: skip
         elif self.skips > self._skips_at.get((scaler, optimizer), 0):
             self._add("HS112", scaler.unscaled[optimizer], f"an iteration can end between this `unscale_` and `{name}.update()`: the next `unscale_` raises RuntimeError", f"call {name}.update() before leaving the iteration")  # fmt: skip
         elif len(self.backwards) > optimizer.unscaled:
@@ -92,18 +102,16 @@ class Gradients:
         name, parts = scaler.key, self._parts(optimizer)
         if optimizer in scaler.stepped and scaler.is_sure:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
-        if optimizer not in scaler.unscaled:
-            self._check(scaler, optimizer)
-        if scaler.is_sure and self.is_sure and self.backwards and optimizer not in scaler.checked:
-            self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
         if parts and scaler.is_sure:
             self._judge_parts(scaler, optimizer, parts, node)
+        if optimizer not in scaler.unscaled:
+            self._divide(scaler, optimizer, node)
+        if scaler.is_sure and self.is_sure and optimizer not in scaler.checked:
+            if not self.backwards:  # perhaps not the loop that trains
+                self._failed.add(node)
+                raise Raised
+            self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
         scaler.stepped[optimizer] = node
-
-    def _check(self, scaler: Scaler, optimizer: Optimizer) -> None:
-        """An optimizer's gradients, if it has any, are checked for inf."""
-        if self._parts(optimizer) != []:
-            scaler.checked.add(optimizer)
 
     def _judge_parts(self, scaler: Scaler, optimizer: Optimizer, parts: list[_Backward], node: ast.AST) -> None:
         name = scaler.key
@@ -191,7 +199,8 @@ class Gradients:
             return recent
         if self.is_partial or optimizer.models is None or any(b.loss.models is None for b in recent):
             return None
-        return [b for b in recent if b.loss.models and _overlap(b.loss.models, optimizer.models)]
+        own = [b for b in recent if b.loss.models and _overlap(b.loss.models, optimizer.models)]
+        return own if own or not recent else None  # a link between a model and a loss may be missing
 
     def _computes(self, halved: frozenset[str], optimizer: Optimizer) -> bool:
         """Whether one of these models may be the optimizer's."""

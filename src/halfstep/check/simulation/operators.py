@@ -48,8 +48,9 @@ class Operators(Decisions):
 
     def _value_BinOp(self, node: ast.BinOp, env: Env) -> Any:  # noqa: N802
         left, right = self.value(node.left, env), self.value(node.right, env)
-        if isinstance(node.op, ast.Mod) and isinstance(left, int | float) and isinstance(right, Unknown):
-            right = self.window(right)
+        if isinstance(node.op, ast.Mod):
+            left = self.counter(left)
+            right = self.window(right) if isinstance(left, int | float) and isinstance(right, Unknown) else right
         if isinstance(left, Tensor) or isinstance(right, Tensor):
             return combined(left, right)
         if isinstance(left, Params) or isinstance(right, Params):

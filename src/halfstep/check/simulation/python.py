@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
@@ -20,6 +21,7 @@ from halfstep.check.simulation.values import (
 
 __all__ = ["Python"]
 
+MAX_ELEMENTS = 8  # of a list that a loop runs through
 _LEN = 4  # of what a loop runs through, if the text does not decide it  # of what a loop runs through, if the text does not decide it
 
 
@@ -32,8 +34,10 @@ class Python(Decisions):
                 return range(*args)
             except (TypeError, ValueError):
                 return Unknown(self.path.fresh("range"))
-        first = args[0] if len(args) > 1 else 0
-        return Partial("range", [first], {})
+        first = self.counter(args[0]) if len(args) > 1 else 0
+        if isinstance(first, Unknown):  # as in range(start + 1, end)
+            first = int(first.key.endswith("+ 1)"))
+        return Partial("range", [first, args[min(len(args), 2) - 1] if args else None], {})
 
     def _builtin_enumerate(self, args: list[Any], node: ast.AST) -> Any:
         start = args[1] if len(args) > 1 else 0
@@ -173,17 +177,28 @@ class Python(Decisions):
                 return Unknown(self.path.fresh(name))
         return Unknown(self.path.fresh(name))
 
-    def elements(self, value: Any, limit: int) -> list[Any]:
+    def elements(self, value: Any, limit: int) -> Iterator[Any]:
         """What a loop over a value assigns, at most `limit` times unless the values are the script's own."""
-        if isinstance(value, list | tuple):
-            return list(value[: max(limit, 8)])
         if isinstance(value, dict):
-            return list(value)[:8]
-        if isinstance(value, Params):
-            return [value] * min(limit, 2)
-        if isinstance(value, range):
-            return list(value[:limit]) if len(value) > limit else list(value)
-        return [self._element(value) for _ in range(limit)]
+            value = list(value)
+        if isinstance(value, list | tuple):
+            yield from value[: max(limit, MAX_ELEMENTS)]
+        elif isinstance(value, Params):
+            yield from [value] * min(limit, 2)
+        elif isinstance(value, range):
+            yield from value[:limit]
+        else:
+            for _ in range(limit):
+                if self._is_over(value):
+                    return
+                yield self._element(value)
+
+    def _is_over(self, value: Any) -> bool:
+        """Whether a run that has decided on the end of a range, by asking for the last step, is there."""
+        if not isinstance(value, Partial) or value.function != "range":
+            return False
+        end = self.resolved(value.args[1])
+        return isinstance(end, int) and isinstance(value.args[0], int) and value.args[0] >= end
 
     def _element(self, value: Any) -> Any:
         if isinstance(value, Partial) and value.function == "enumerate":

@@ -15,6 +15,7 @@ foreign      what is not known          -> what may have happened
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import Any
 
 from halfstep.check.simulation.gradients import Gradients
@@ -107,7 +108,7 @@ class Run:
         """Whether a variable is named like a scaler or an optimizer."""
         raise NotImplementedError
 
-    def elements(self, value: Any, limit: int) -> list[Any]:
+    def elements(self, value: Any, limit: int) -> Iterator[Any]:
         """What a loop over a value assigns."""
         raise NotImplementedError
 

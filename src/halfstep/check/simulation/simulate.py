@@ -48,14 +48,14 @@ def trains(text: str) -> bool:
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
     relevance, targets = Relevance(tree), _targets(tree)
-    reported: set[tuple[str, ast.AST]] = set()
+    reported: set[ast.AST] = set()
     left = MAX_STEPS
     for root in (None, *_roots(tree, relevance)):
         search = Search(min(left, MAX_ROOT_STEPS))
         for path in search.paths():
             for mishap in _mishaps_of(Simulation(relevance, table, targets, path), tree, root):
-                if (mishap.code, mishap.node) not in reported:
-                    reported.add((mishap.code, mishap.node))
+                if mishap.node not in reported:  # what follows from it in other runs is no mistake of its own
+                    reported.add(mishap.node)
                     yield mishap
         left -= min(left, MAX_ROOT_STEPS) - max(search.steps, 0)
 

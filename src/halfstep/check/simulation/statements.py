@@ -89,6 +89,8 @@ class Statements(Assignments):
             env.variables[node.target.id] = Unknown(node.target.id)  # a field of a dataclass
 
     def _run_AugAssign(self, node: ast.AugAssign, env: Env) -> None:  # noqa: N802
+        if isinstance(node.op, ast.Add) and isinstance(node.value, ast.Constant) and node.value.value == 1:
+            self.assign(node.target, self.counter(self.value(_loaded(node.target), env)), env)
         binary = ast.copy_location(ast.BinOp(_loaded(node.target), node.op, node.value), node)
         self.assign(node.target, self.value(binary, env), env)
 
@@ -140,7 +142,6 @@ class Statements(Assignments):
                     return
 
     def _run_Break(self, node: ast.Break, env: Env) -> None:  # noqa: N802
-        self.gradients.skips += 1
         raise Left("break")
 
     def _run_Continue(self, node: ast.Continue, env: Env) -> None:  # noqa: N802
@@ -157,27 +158,31 @@ class Statements(Assignments):
         raise Raised
 
     def _run_Try(self, node: ast.Try, env: Env) -> None:  # noqa: N802
-        handler = next((h for h in node.handlers if _catches(h)), None)
+        handlers = [handler for handler in node.handlers if _catches(handler)]
         try:
-            if handler is not None and self._is_interrupted(node, handler):
-                raise Raised
-            self.run(node.body, env)
-            self.run(node.orelse, env)
+            chosen = self._interrupted(node, handlers)
+            if chosen is None:
+                self.run(node.body, env)
+                self.run(node.orelse, env)
+            else:
+                self.run(chosen.body, env)
         except Raised:
-            if handler is None:
+            if not handlers:
                 self.run(node.finalbody, env)
                 raise
-            self.run(handler.body, env)
+            self.run(handlers[0].body, env)
         except Left:
             self.run(node.finalbody, env)
             raise
         self.run(node.finalbody, env)
 
-    def _is_interrupted(self, node: ast.Try, handler: ast.ExceptHandler) -> bool:
-        """Whether something raises before anything of a block that trains, as a forward pass without memory does."""
-        continues = not any(isinstance(part, ast.Raise) for part in handler.body)
-        acts = any(self.relevance.acts(part) for part in node.body)
-        return continues and acts and self.path.choose(self.path.fresh(f"raises in {node.lineno}"), 2, 1) == 0
+    def _interrupted(self, node: ast.Try, handlers: list[ast.ExceptHandler]) -> ast.ExceptHandler | None:
+        """The handler that runs because a forward pass raises before anything else happens, as one without memory does."""
+        continuing = [h for h in handlers if not any(isinstance(part, ast.Raise) for part in h.body)]
+        if not continuing or not any(self.relevance.acts(part) for part in node.body):
+            return None
+        chosen = self.path.choose(self.path.fresh(f"raises in {node.lineno}"), len(continuing) + 1)
+        return continuing[chosen - 1] if chosen else None
 
     _run_TryStar = _run_Try  # noqa: N815
 
