@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 
-__all__ = ["MAX_DECISIONS", "Exhausted", "Path", "Search"]
+__all__ = ["MAX_DECISIONS", "PRECISION", "Exhausted", "Path", "Search"]
 
 MAX_DECISIONS = 60  # of a run, that others may take differently
 MAX_RUNS = 40
 MAX_RUN_STEPS = 12_000
-_PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|grad|cuda|dtype|finite|nan|inf|%")
+PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|grad|cuda|dtype|finite|nan|inf|%")
 
 
 class Exhausted(Exception):
@@ -86,7 +86,7 @@ class Search:
         chosen = tuple(option for _, option, _ in path.taken)
         for index in range(len(path.forced), min(len(chosen), MAX_DECISIONS)):
             question, own, num_options = path.taken[index]
-            extra = 2 if _PRECISION.search(question) else 3
+            extra = 2 if PRECISION.search(question) else 3
             for option in range(num_options):
                 if option != own:
                     self._number += 1

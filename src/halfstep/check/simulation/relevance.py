@@ -106,7 +106,7 @@ class Relevance:
         return tuple(dict.fromkeys(keys))
 
     @cache  # noqa: B019
-    def contains_training_loop(self, node: ast.For | ast.AsyncFor | ast.While) -> bool:
+    def has_training_loop(self, node: ast.AST) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
         for inner in ast.walk(node):
             if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.acts(inner):

@@ -97,7 +97,7 @@ def _call_method(run: Simulation, cls: Class, method: Func) -> None:
         run.roots |= {constructor.node}
         run.call_function(Func(constructor.node, constructor.env, instance, cls), [], {}, constructor.node)
     instance.is_built = True
-    for _ in range(NUM_CALLS):
+    for _ in range(1 if run.relevance.has_training_loop(method.node) else NUM_CALLS):
         run.gradients.forget()
         run.call_function(Func(method.node, method.env, instance, cls), [], {}, method.node)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from halfstep.check.simulation.assignments import Assignments
 from halfstep.check.simulation.gradients import Raised
-from halfstep.check.simulation.values import Autocast, Class, Env, Func, Instance, Library, NoGrad, Unknown, is_plain
+from halfstep.check.simulation.paths import PRECISION
+from halfstep.check.simulation.values import Autocast, Class, Env, Func, Instance, Library, NoGrad, Test, Unknown, is_plain
 
 __all__ = ["Left", "Statements"]
 
@@ -100,8 +101,10 @@ class Statements(Assignments):
             for name in self.relevance.assigned(node):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
             return
-        leaves = not node.orelse and isinstance(node.body[-1], ast.Continue | ast.Raise | ast.Return | ast.Break)
-        chosen = node.body if self.truth(self.value(node.test, env), 1 if leaves else 0) else node.orelse
+        test = self.value(node.test, env)
+        leaves = isinstance(node.body[-1], ast.Continue | ast.Raise | ast.Return | ast.Break)
+        is_special = isinstance(test, Test) and isinstance(test.other, str) and not PRECISION.search(test.question)
+        chosen = node.body if self.truth(test, int(not node.orelse and (leaves or is_special))) else node.orelse
         self.run(chosen, env)
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:  # noqa: N802
@@ -111,7 +114,7 @@ class Statements(Assignments):
 
     def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:  # noqa: N802
         trains = self.relevance.acts(node)
-        limit = 2 if not trains else NUM_EPOCHS if self.relevance.contains_training_loop(node) else NUM_ITERATIONS
+        limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         elements = self.elements(self.value(node.iter, env), limit)
         for element in elements:
             self.assign(node.target, element, env)
@@ -128,7 +131,7 @@ class Statements(Assignments):
 
     def _run_While(self, node: ast.While, env: Env) -> None:  # noqa: N802
         trains = self.relevance.acts(node)
-        limit = 1 if not trains else NUM_EPOCHS if self.relevance.contains_training_loop(node) else NUM_ITERATIONS
+        limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for _ in range(limit):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
