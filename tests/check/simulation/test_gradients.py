@@ -22,9 +22,9 @@ class Simulated:
         self.gradients.scalers.append(self.scaler)
         self.gradients.optimizers.append(self.optimizer)
 
-    def backward(self, scaled=True, half=True):
+    def backward(self, scaled=True, dtype="float16"):
         scaler = self.scaler if scaled else None
-        self.gradients.backward(Tensor(frozenset({"model"}), half, scaler, self.scaler.version), NODE)
+        self.gradients.backward(Tensor(frozenset({"model"}), frozenset({dtype}), scaler, self.scaler.version), NODE)
 
     def clear(self):
         self.gradients.clear(None, self.optimizer)
@@ -129,7 +129,7 @@ def test_a_run_without_a_mishap_has_true_gradients(calls):
         (["backward", "update"], "HS107"),
         (["backward", "clear", "update"], "HS115"),
         (["backward", "clear", "step"], "HS115"),
-        (["backward", "step", "update", "backward", "step"], "HS108"),
+        (["backward", "step", "update", "backward", "step"], "HS156"),
         (["backward", "unscale", "backward", "step"], "HS108"),
     ],
 )
@@ -161,11 +161,11 @@ def test_an_unscaled_loss_and_a_scaled_step():
     assert simulated.codes() == ["HS102"]
 
 
-@pytest.mark.parametrize(("half", "codes"), [(True, ["HS123"]), (False, []), (None, [])])
-def test_float16_without_a_scaler(half, codes):
+@pytest.mark.parametrize(("dtype", "codes"), [("float16", ["HS123"]), ("bfloat16", []), ("", [])])
+def test_float16_without_a_scaler(dtype, codes):
     """Only a loss that is certainly of a float16 region counts."""
     simulated = Simulated()
-    simulated.backward(scaled=False, half=half)
+    simulated.backward(scaled=False, dtype=dtype)
     simulated.gradients.step(simulated.optimizer, NODE)
     assert simulated.codes() == codes
 

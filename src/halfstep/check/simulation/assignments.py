@@ -26,7 +26,9 @@ class Assignments(Decisions):
                 base.attributes[target.attr] = value
             elif isinstance(base, Unknown):
                 self.bindings[f"{base.key}.{target.attr}"] = value
-            if target.attr == "requires_grad":
+            if target.attr == "grad":  # of each parameter, probably
+                self.gradients.clear(None)
+            elif target.attr == "requires_grad":
                 self.gradients.is_partial = True
         elif isinstance(target, ast.Tuple | ast.List):
             self._assign_several(target.elts, value, env)

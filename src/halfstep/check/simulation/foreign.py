@@ -56,14 +56,15 @@ class Foreign(Decisions):
         """What a model, or a function that is not known, computes from its arguments."""
         if self.has_no_graph():
             return Tensor(frozenset())
-        half, region = self.half_here()
+        formats, region = self.format_here()
         tensors = combined(*args)
-        models = (
-            None if tensors.models is None else tensors.models | {key} | {a.key for a in args if isinstance(a, Unknown)}
+        models = None
+        if tensors.models is not None:
+            models = tensors.models | {key} | {a.key for a in args if isinstance(a, Unknown)}
+        halved = tensors.halved | ({key} if "float16" in formats else set())
+        return Tensor(
+            models, formats | tensors.formats, tensors.scaler, tensors.version, tensors.region or region, halved
         )
-        own = frozenset({key}) if half else frozenset()
-        half = None if half is None or tensors.half is None else half or tensors.half
-        return Tensor(models, half, tensors.scaler, tensors.version, tensors.region or region, own | tensors.halved)
 
     def hand_over(self, name: str, values: list[Any]) -> None:
         """Code of another file gets these values."""

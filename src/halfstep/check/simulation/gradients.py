@@ -59,19 +59,25 @@ class Gradients:
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
 
     def clear(self, models: frozenset[str] | None, optimizer: Optimizer | None = None) -> None:
-        """Gradients of an optimizer, or of models, are cleared."""
+        """Gradients of an optimizer, of models, or of unknown parameters are cleared."""
         for each in self.optimizers if optimizer is None else [optimizer]:
             if optimizer is not None or self._is_alone(each) or self._has(each, models):
                 each.cleared, each.is_sure = len(self.backwards), True
             elif each.models is None or models is None:
                 each.is_sure = False
 
+    def scale(self, scaler: Scaler, loss: Tensor) -> None:
+        """`scaler.scale(loss)` of an enabled scaler."""
+        if loss.formats == {"bfloat16"} and scaler.node is not None and scaler.enabled is True:
+            self._add("HS120", scaler.node, "the scaler is enabled in a run whose autocast computes in bfloat16: it only costs time and can skip steps", "create it with enabled=dtype == torch.float16")  # fmt: skip
+
     def unscale(self, scaler: Scaler, optimizer: Optimizer, node: ast.AST) -> None:
         """`scaler.unscale_(optimizer)` of an enabled scaler."""
         self._meet(optimizer)
         if (optimizer in scaler.unscaled or optimizer in scaler.stepped) and scaler.is_sure and optimizer.is_sure:
             self._unscaled_twice(scaler, optimizer, node)
-        if any(p.number <= optimizer.unscaled for p in self._parts(optimizer) or ()) and scaler.is_sure:
+        divided = [p for p in self._parts(optimizer) or () if optimizer.stepped < p.number <= optimizer.unscaled]
+        if divided and scaler.is_sure:
             self._add("HS105", node, f"gradients of `{optimizer.key}` that were divided by the scale before `{scaler.key}.update()` are divided again", "clear gradients after each step")  # fmt: skip
         self._divide(scaler, optimizer, node)
         self._skips_at[scaler, optimizer] = self.skips
@@ -102,7 +108,7 @@ class Gradients:
         name, parts = scaler.key, self._parts(optimizer)
         if optimizer in scaler.stepped and scaler.is_sure:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
-        if parts and scaler.is_sure:
+        if not self._has_leftovers(optimizer, parts, node) and parts and scaler.is_sure:
             self._judge_parts(scaler, optimizer, parts, node)
         if optimizer not in scaler.unscaled:
             self._divide(scaler, optimizer, node)
@@ -112,6 +118,14 @@ class Gradients:
                 raise Raised
             self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
         scaler.stepped[optimizer] = node
+
+    def _has_leftovers(self, optimizer: Optimizer, parts: list[_Backward] | None, node: ast.AST) -> bool:
+        """Whether gradients that an earlier step has used are still there, which is reported."""
+        leftovers = [p for p in parts or () if p.number <= optimizer.stepped and self.is_sure]
+        if leftovers:
+            self._add("HS156", node, f"`{optimizer.key}` steps again on gradients of the step before, which nothing has cleared: they add up over all batches", f"call {optimizer.key}.zero_grad() after each step")  # fmt: skip
+        optimizer.stepped = len(self.backwards)
+        return bool(leftovers)
 
     def _judge_parts(self, scaler: Scaler, optimizer: Optimizer, parts: list[_Backward], node: ast.AST) -> None:
         name = scaler.key
@@ -140,7 +154,7 @@ class Gradients:
         """`optimizer.step()`, or a step of a disabled scaler."""
         self._meet(optimizer)
         parts = self._parts(optimizer)
-        if parts is None:
+        if self._has_leftovers(optimizer, parts, node) or parts is None:
             return
         scaled = [p for p in parts if p.loss.scaler is not None]
         halves = [

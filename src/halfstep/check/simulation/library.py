@@ -8,6 +8,7 @@ from typing import Any
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.values import (
+    UNKNOWN_TENSOR,
     Autocast,
     Instance,
     Library,
@@ -54,17 +55,12 @@ class Libraries(Decisions):
         """Whether this runs without a graph."""
         return any(isinstance(region, NoGrad) for region in self.regions)
 
-    def half_here(self) -> tuple[bool | None, ast.AST | None]:
-        """Whether this computes in float16 autocast, and in which region; None: not known."""
+    def format_here(self) -> tuple[frozenset[str], ast.AST | None]:
+        """The format of the autocast region that this computes in, "" if it is not known, and the region."""
         casts = [region for region in self.regions if isinstance(region, Autocast)]
-        if not casts:
-            return False, None
-        region = casts[-1]
-        if region.dtype and region.dtype != "float16":
-            return False, None
-        if not self.truth(region.enabled):
-            return False, None
-        return (True if region.dtype else None), region.node
+        if not casts or not self.truth(casts[-1].enabled):
+            return frozenset(), None
+        return frozenset({casts[-1].dtype}), casts[-1].node
 
     def may_cast(self, context: Any, node: ast.expr) -> bool:
         """Whether an unknown context may be an autocast region."""
@@ -82,7 +78,7 @@ class Libraries(Decisions):
         if "" in kwargs:
             return Autocast("", passed.get("enabled", True), node)
         if dtype is None:
-            default = {"cuda": "float16", "cpu": "bfloat16"}
+            default = {"cuda": "float16", "cpu": "bfloat16 of a CPU"}
             name = default.get(device.partition(":")[0], "") if isinstance(device, str) else ""
         else:
             full_name = dtype.full if isinstance(dtype, Library) else ""
@@ -122,7 +118,7 @@ class Libraries(Decisions):
         if full.startswith("torch.optim.") and "lr_scheduler" not in full and "swa_utils" not in full:
             return self.optimizer(last, every, node)
         if last == "backward" and full.startswith("torch.autograd") and args:
-            loss = args[0] if isinstance(args[0], Tensor) else Tensor(None, None)
+            loss = args[0] if isinstance(args[0], Tensor) else UNKNOWN_TENSOR
             self.gradients.backward(loss, node)
             return None
         if full.endswith(_WRAPPERS) and args:
@@ -157,6 +153,7 @@ class Libraries(Decisions):
         enabled = kwargs.get("enabled", args[position] if len(args) > position else True)
         if "" in kwargs:
             enabled = Unknown(self.path.fresh("enabled"))
-        scaler = Scaler(self.target_of(node), enabled, node)
+        device = kwargs.get("device", args[0] if args else "cuda") if is_general else "cuda"
+        scaler = Scaler(self.target_of(node), enabled, node, device == "cuda")
         self.gradients.scalers.append(scaler)
         return scaler

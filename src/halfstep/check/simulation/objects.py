@@ -9,6 +9,7 @@ from typing import Any
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.values import (
+    UNKNOWN_TENSOR,
     Class,
     Func,
     Instance,
@@ -110,7 +111,7 @@ class Objects(Decisions):
             self.gradients.backward(base, node)
             return None
         if name in {"detach", "detach_"}:
-            return Tensor(frozenset(), base.half, None, 0, base.region)
+            return Tensor(frozenset(), base.formats, None, 0, base.region)
         return Unknown(self.path.fresh(name)) if _DATA.search(name) and name != "float" else combined(base, *args)
 
     def _call_unknown_method(
@@ -127,7 +128,7 @@ class Objects(Decisions):
             if any(isinstance(a, Tensor | Unknown) for a in args):  # an engine's
                 self.gradients.lose()
             else:
-                self.gradients.backward(Tensor(None, None), node)
+                self.gradients.backward(UNKNOWN_TENSOR, node)
             return None
         if name == "zero_grad":
             self.gradients.clear(frozenset({base.key}))
@@ -146,17 +147,11 @@ class Objects(Decisions):
             if isinstance(passed, Optimizer) and node.args:
                 passed.key = ast.unparse(node.args[0])
         scaler.key = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else scaler.key
-        is_on = name not in {"is_enabled", "load_state_dict", "state_dict"} and self.truth(scaler.enabled)
+        is_on = name not in {"is_enabled", "load_state_dict", "state_dict"} and self._is_on(scaler)
         if name == "is_enabled":
             return scaler.enabled
         if name == "scale":
-            loss = passed if isinstance(passed, Tensor) else Tensor(None, None)
-            if isinstance(passed, list | tuple):
-                loss = combined(*passed)
-            if not is_on:
-                # Whether the region is on then is another setting's answer, unless both are written out.
-                return loss if scaler.enabled is False else dataclasses.replace(loss, half=loss.half and None)
-            return Tensor(loss.models, loss.half, scaler, scaler.version, loss.region)
+            return self._scaled(scaler, passed, is_on=is_on)
         if name == "unscale_" and is_on and isinstance(passed, Optimizer):
             self.gradients.unscale(scaler, passed, node)
         elif name == "step" and isinstance(passed, Optimizer):
@@ -168,6 +163,22 @@ class Objects(Decisions):
         elif name == "update" and is_on:
             self.gradients.lose(scaler=scaler)
         return Unknown(self.path.fresh(name))
+
+    def _is_on(self, scaler: Scaler) -> bool:
+        """Whether a scaler is enabled; without CUDA, one for CUDA disables itself."""
+        has_cuda = self.path.answers.get("torch.cuda.is_available()") != 1
+        return (has_cuda or not scaler.is_for_cuda) and self.truth(scaler.enabled)
+
+    def _scaled(self, scaler: Scaler, loss: Any, *, is_on: bool) -> Tensor:
+        """`scaler.scale(loss)`."""
+        if isinstance(loss, list | tuple):
+            loss = combined(*loss)
+        tensor = loss if isinstance(loss, Tensor) else UNKNOWN_TENSOR
+        if is_on:
+            self.gradients.scale(scaler, tensor)
+            return dataclasses.replace(tensor, scaler=scaler, version=scaler.version)
+        # Whether the region is on then is another setting's answer, unless both are written out.
+        return tensor if scaler.enabled is False else dataclasses.replace(tensor, formats=tensor.formats | {""})
 
     def call_optimizer(self, optimizer: Optimizer, name: str, args: list[Any], node: ast.Call) -> Any:
         """A method of an optimizer."""

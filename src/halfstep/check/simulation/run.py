@@ -116,8 +116,8 @@ class Run:
         """Whether an unknown context may be an autocast region."""
         raise NotImplementedError
 
-    def half_here(self) -> tuple[bool | None, ast.AST | None]:
-        """Whether this computes in float16 autocast, and in which region; None: not known."""
+    def format_here(self) -> tuple[frozenset[str], ast.AST | None]:
+        """The format of the autocast region that this computes in, and the region."""
         raise NotImplementedError
 
     def has_no_graph(self) -> bool:

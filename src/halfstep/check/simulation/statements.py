@@ -13,7 +13,18 @@ from typing import Any
 from halfstep.check.simulation.assignments import Assignments
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
-from halfstep.check.simulation.values import Autocast, Class, Env, Func, Instance, Library, NoGrad, Test, Unknown, is_plain
+from halfstep.check.simulation.values import (
+    Autocast,
+    Class,
+    Env,
+    Func,
+    Instance,
+    Library,
+    NoGrad,
+    Test,
+    Unknown,
+    is_plain,
+)
 
 __all__ = ["Left", "Statements"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
+    "UNKNOWN_TENSOR",
     "Autocast",
     "Class",
     "Env",
@@ -156,11 +157,19 @@ class Tensor:
     """A tensor that was computed from models, by their keys; None: from anything."""
 
     models: frozenset[str] | None
-    half: bool | None = False  # whether float16 autocast computed it; None: not known
+    formats: frozenset[str] = frozenset()  # of the autocast regions that computed it; "": not known
     scaler: Scaler | None = None  # whose scale it is multiplied with
     version: int = 0  # of that scale
     region: ast.AST | None = None  # the autocast region that computed it
     halved: frozenset[str] = frozenset()  # the models that computed in float16
+
+    @property
+    def half(self) -> bool | None:
+        """Whether float16 autocast computed it; None: not known."""
+        return None if "" in self.formats else "float16" in self.formats
+
+
+UNKNOWN_TENSOR = Tensor(None, frozenset({""}))
 
 
 @dataclass(eq=False)
@@ -170,6 +179,7 @@ class Scaler:
     key: str
     enabled: Any
     node: ast.AST | None
+    is_for_cuda: bool = False
     version: int = 0
     unscaled: dict[Optimizer, ast.AST] = field(default_factory=dict)
     stepped: dict[Optimizer, ast.AST] = field(default_factory=dict)
@@ -186,6 +196,7 @@ class Optimizer:
     node: ast.AST | None = None
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
+    stepped: int = 0  # the number of backward passes before its last step
     is_sure: bool = True  # no code of another file had it since then
 
 
@@ -222,10 +233,10 @@ def combined(*values: Any) -> Tensor:
     models: frozenset[str] | None = frozenset()
     for tensor in tensors:
         models = None if models is None or tensor.models is None else models | tensor.models
-    half = True if any(t.half for t in tensors) else None if any(t.half is None for t in tensors) else False
+    formats = frozenset().union(*(t.formats for t in tensors))
     scaled = next((t for t in tensors if t.scaler is not None), None)
     region = next((t.region for t in tensors if t.region is not None), None)
     halved = frozenset().union(*(t.halved for t in tensors))
     if scaled is None:
-        return Tensor(models, half, None, 0, region, halved)
-    return Tensor(models, half, scaled.scaler, scaled.version, region, halved)
+        return Tensor(models, formats, None, 0, region, halved)
+    return Tensor(models, formats, scaled.scaler, scaled.version, region, halved)
