@@ -40,7 +40,8 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
    and `halfstep.check.config.edits` build them. A fix that is right only under an assumption is `Fix(..., safe=False)`,
    applied with --unsafe-fixes. Add the code to `registry.FIXABLE`. Each fix is verified: the file is checked again after it is applied.
    A rule about what happens in one run, whatever the script offers, belongs to `registry.PER_VALUE`: it is also checked
-   in the script for each value of a precision setting (`halfstep.check.script.assumed`).
+   in the script for each value of a precision setting (`halfstep.check.script.assumed`). What follows from the order of calls in
+   one run may be easier to see in simulated runs (`halfstep.check.simulation`), which report under the codes of rules.
 5. Regenerate docs/rules.md (`python -m halfstep.report.rules_page > docs/rules.md`).
 
 A rule reports nothing when it cannot decide from the text.
