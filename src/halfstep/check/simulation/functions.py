@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from typing import Any
+from typing import Any, TypeGuard
 
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.statements import Left
@@ -92,6 +92,8 @@ class Functions(Decisions):
         """What a function of the script returns."""
         if len(self.active) >= MAX_DEPTH or function.node in self.active:
             return Unknown(self.path.fresh("recursion"))
+        if _is_abstract(function.node):
+            return self.call_unknown(f"self.{function.node.name}", args, kwargs, node)
         depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
         try:
@@ -172,3 +174,11 @@ class Functions(Decisions):
             if not trains:
                 return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}")
         return self.create(cls, args, kwargs, node)
+
+
+def _is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> TypeGuard[ast.FunctionDef]:
+    """Whether a method is for subclasses to define: it only raises NotImplementedError."""
+    if isinstance(node, ast.Lambda):
+        return False
+    body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplemented" in ast.unparse(body[0])

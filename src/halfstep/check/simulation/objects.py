@@ -136,7 +136,8 @@ class Objects(Decisions):
         if name in {"step", "update"} and (args or not _HARMLESS.search(base.key.lower())):
             if "engine" in base.key or "model" in base.key:
                 self.gradients.lose()
-            return Unknown(self.path.fresh(name))
+            is_loss = any(isinstance(a, Tensor) for a in every)
+            return self.forward(base.key, every) if is_loss else Unknown(self.path.fresh(name))
         return self.call_unknown(f"{base.key}.{name}", args, kwargs, node) if every or name else base
 
     def call_scaler(self, scaler: Scaler, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
