@@ -189,6 +189,7 @@ def test_nothing_is_reported_after_code_of_another_file_until_the_gradients_are_
     simulated.clear()
     simulated.backward()
     simulated.gradients.clip(frozenset({"model"}), None, NODE)
+    simulated.step()
     assert simulated.codes() == ["HS104"]
 
 
@@ -201,4 +202,5 @@ def test_of_several_optimizers_only_those_of_the_models_count():
     simulated.gradients.clip(frozenset({"other"}), None, NODE)
     assert simulated.codes() == []
     simulated.gradients.clip(frozenset({"model.head"}), None, NODE)
+    simulated.step()
     assert simulated.codes() == ["HS104"]

@@ -62,7 +62,8 @@ def window(every="pass", last="scaler.unscale_(optimizer)", update="scaler.updat
         (LOOP.replace("        scaler.update()\n", ""), ["HS105"]),
         (LOOP.replace("scaler.step(optimizer)", "if norm > 100: continue\n        scaler.step(optimizer)"), ["HS112"]),
         (LOOP.replace("        scaler.unscale_(optimizer)\n", "").replace("scaler.step(optimizer)", "optimizer.step()"), ["HS103", "HS104", "HS107"]),
-        (LOOP.replace("        optimizer.zero_grad()\n", ""), ["HS156"]),
+        (LOOP.replace("        optimizer.zero_grad()\n", "        if i == 0: optimizer.zero_grad()\n"), ["HS156"]),
+        (LOOP.replace("        optimizer.zero_grad()\n", ""), []),
         (LOOP.replace("float16", "bfloat16"), ["HS120"]),
         (LOOP.replace("float16", "bfloat16").replace('"cuda")\nfor', '"cuda", enabled=False)\nfor'), []),
         (LOOP.replace("optimizer.zero_grad()", "for p in model.parameters(): p.grad = None"), []),
@@ -70,7 +71,7 @@ def window(every="pass", last="scaler.unscale_(optimizer)", update="scaler.updat
         (window(every="scaler.unscale_(optimizer)", last="pass"), ["HS106"]),
         (window(update="pass", end="scaler.update()"), ["HS107"]),
     ],
-    ids=["right", "unscale", "scale", "update", "skip", "bypass", "clear", "bf16", "bf16-disabled", "clear-by-hand", "window", "unscale-every", "update-every"],
+    ids=["right", "unscale", "scale", "update", "skip", "bypass", "clear", "fragment", "bf16", "bf16-disabled", "clear-by-hand", "window", "unscale-every", "update-every"],
 )  # fmt: skip
 def test_a_loop_of_one_script(text, expected):
     """A right loop is silent, and each wrong one has its rule."""

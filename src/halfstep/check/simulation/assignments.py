@@ -26,7 +26,7 @@ class Assignments(Decisions):
                 base.attributes[target.attr] = value
             elif isinstance(base, Unknown):
                 self.bindings[f"{base.key}.{target.attr}"] = value
-            if target.attr == "grad":  # of each parameter, probably
+            if target.attr == "grad" and value is None:  # of each parameter, probably
                 self.gradients.clear(None)
             elif target.attr == "requires_grad":
                 self.gradients.is_partial = True

@@ -172,7 +172,7 @@ class Functions(Decisions):
         ):
             trains = any(self.relevance.is_acting(name) and name != "__init__" for name in cls.attributes)
             if not trains:
-                return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}")
+                return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}")
         return self.create(cls, args, kwargs, node)
 
 

@@ -40,7 +40,8 @@ class _Backward:
 class Gradients:
     """The gradients of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, are_cleared: bool = True) -> None:
+        self.are_cleared = are_cleared  # somewhere in the script; in a fragment, after each step
         self.mishaps: list[Mishap] = []
         self.backwards: list[_Backward] = []
         self.optimizers: list[Optimizer] = []
@@ -62,7 +63,7 @@ class Gradients:
         """Gradients of an optimizer, of models, or of unknown parameters are cleared."""
         for each in self.optimizers if optimizer is None else [optimizer]:
             if optimizer is not None or self._is_alone(each) or self._has(each, models):
-                each.cleared, each.is_sure = len(self.backwards), True
+                each.cleared, each.is_sure, each.clipped = len(self.backwards), True, None
             elif each.models is None or models is None:
                 each.is_sure = False
 
@@ -108,6 +109,7 @@ class Gradients:
         name, parts = scaler.key, self._parts(optimizer)
         if optimizer in scaler.stepped and scaler.is_sure:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
+        self._confirm_clip(optimizer)
         if not self._has_leftovers(optimizer, parts, node) and parts and scaler.is_sure:
             self._judge_parts(scaler, optimizer, parts, node)
         if optimizer not in scaler.unscaled:
@@ -118,13 +120,19 @@ class Gradients:
                 raise Raised
             self._add("HS115", node, f"`{name}.step` can run without gradients of `{optimizer.key}`: it raises AssertionError, because no gradients were checked for inf", "step only after a backward")  # fmt: skip
         scaler.stepped[optimizer] = node
+        optimizer.stepped = len(self.backwards)
+
+    def _confirm_clip(self, optimizer: Optimizer) -> None:
+        """A step uses gradients that were clipped while scaled."""
+        if optimizer.clipped is not None:
+            self.mishaps.append(optimizer.clipped)
+            optimizer.clipped = None
 
     def _has_leftovers(self, optimizer: Optimizer, parts: list[_Backward] | None, node: ast.AST) -> bool:
         """Whether gradients that an earlier step has used are still there, which is reported."""
         leftovers = [p for p in parts or () if p.number <= optimizer.stepped and self.is_sure]
         if leftovers:
             self._add("HS156", node, f"`{optimizer.key}` steps again on gradients of the step before, which nothing has cleared: they add up over all batches", f"call {optimizer.key}.zero_grad() after each step")  # fmt: skip
-        optimizer.stepped = len(self.backwards)
         return bool(leftovers)
 
     def _judge_parts(self, scaler: Scaler, optimizer: Optimizer, parts: list[_Backward], node: ast.AST) -> None:
@@ -154,7 +162,10 @@ class Gradients:
         """`optimizer.step()`, or a step of a disabled scaler."""
         self._meet(optimizer)
         parts = self._parts(optimizer)
-        if self._has_leftovers(optimizer, parts, node) or parts is None:
+        self._confirm_clip(optimizer)
+        has_leftovers = self._has_leftovers(optimizer, parts, node)
+        optimizer.stepped = len(self.backwards)
+        if has_leftovers or parts is None:
             return
         scaled = [p for p in parts if p.loss.scaler is not None]
         halves = [
@@ -176,7 +187,7 @@ class Gradients:
             scaled = [p for p in parts or () if p.loss.scaler is not None and p.loss.scaler.is_sure]
             if scaled and not self._is_unscaled(each):
                 key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
-                self._add("HS104", node, f"gradients of `{each.key}` are clipped while they are multiplied by the scale of `{key}`", f"call {key}.unscale_({each.key}) before clipping")  # fmt: skip
+                each.clipped = Mishap("HS104", node, f"gradients of `{each.key}` are clipped while they are multiplied by the scale of `{key}`", f"call {key}.unscale_({each.key}) before clipping")  # fmt: skip
 
     def missing(self, name: str, node: ast.AST, place: ast.AST) -> None:
         """A scaler is used in a run that has not created it."""
@@ -208,7 +219,8 @@ class Gradients:
         """The backward passes whose sum an optimizer's gradients are; None: not known."""
         if not optimizer.is_sure:
             return None
-        recent = [b for b in self.backwards if b.number > optimizer.cleared]
+        start = optimizer.cleared if self.are_cleared else max(optimizer.cleared, optimizer.stepped)
+        recent = [b for b in self.backwards if b.number > start]
         if self._is_alone(optimizer):
             return recent
         if self.is_partial or optimizer.models is None or any(b.loss.models is None for b in recent):

@@ -138,7 +138,9 @@ class Libraries(Decisions):
         if any(isinstance(a, Tensor) for a in every):
             return self.forward(full, every) if is_own else combined(*every)
         if full.startswith("torch.nn.") or last[:1].isupper():
-            return unknown(self.target_of(node) or f"{last}@{getattr(node, 'lineno', 0)}")
+            return unknown(
+                self.target_of(node) or f"{last}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}"
+            )
         if any(isinstance(a, Unknown | Instance) for a in every) and is_own:
             return (
                 self.forward(full, every)

@@ -32,6 +32,10 @@ def _is_event(call: ast.Call) -> bool:
     return not (name in {"step", "update", "scale"} and _NOT_AN_EVENT.search(owner.lower()))
 
 
+def _clears(node: ast.Attribute) -> bool:
+    return node.attr == "zero_grad" or (node.attr == "grad" and isinstance(node.ctx, ast.Store))
+
+
 class Relevance:
     """Answers for one syntax tree."""
 
@@ -49,6 +53,7 @@ class Relevance:
                 called[node] = {_last(c.func) for c in calls}
                 if any(map(_is_event, calls)):
                     self._acting.add(node.name)
+        self.clears = any(isinstance(n, ast.Attribute) and _clears(n) for n in ast.walk(tree))
         for _ in range(6):  # depth of calls
             more = {name for name, nodes in functions.items() if any(called[n] & self._acting for n in nodes)}
             if more <= self._acting:

@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, relevance: Relevance, table: dict[str, str], targets: dict[ast.AST, str], path: Path) -> None:
         self.relevance, self.table, self.targets, self.path = relevance, table, targets, path
-        self.gradients = Gradients()
+        self.gradients = Gradients(are_cleared=relevance.clears)
         self.regions: list[Autocast | NoGrad] = []
         self.active: list[ast.AST] = []  # functions that run
         self.bindings: dict[str, Any] = {}  # values of unknown keys that this run has decided on

@@ -196,6 +196,7 @@ class Optimizer:
     node: ast.AST | None = None
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
+    clipped: Any = None  # the report of a clip of scaled gradients, which its next step confirms
     stepped: int = 0  # the number of backward passes before its last step
     is_sure: bool = True  # no code of another file had it since then
 
