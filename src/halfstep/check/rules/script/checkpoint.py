@@ -12,6 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.incomplete_checkpoints import incomplete_checkpoints
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
@@ -162,6 +163,8 @@ class ScalerNotSaved(ScriptRule):
         steps = _stepping(script)
         # A function that restores the scaler saves nothing.
         handed = [e for e in _handed(script) if saves(_callee(e)) or not _RESTORES.search(_callee(e))]
+        for event, other in () if handed or not steps else incomplete_checkpoints(script):
+            yield self._report_incomplete(script, event, other)
         if script.has("save_scaler") or handed or names_scaler(script.outline, script.scalers):
             return
         yield from self._owned(script)
@@ -192,6 +195,14 @@ class ScalerNotSaved(ScriptRule):
                 fix=scaler_state_fix(script, used) if resumed and (used := _used(script)) else None,
                 severity="warning" if resumed else "advice",
             )
+
+    def _report_incomplete(self, script: Script, event: Event, other: Event) -> Finding:
+        return self.finding(
+            script.where(event.node),
+            f"this checkpoint contains the state of `{event.optimizer}` but not of `{other.scaler}`, which {script.at(other.node)} saves in another "
+            "one: a run that resumes from it restarts at the initial scale",
+            instead=f'save "scaler": {other.scaler}.state_dict() here as well',
+        )
 
     def _owned(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in a script whose scaler an Accelerator creates and never saves."""
