@@ -102,10 +102,10 @@ def names_with_dtype(function: Function, param: str) -> frozenset[str]:
             bound.setdefault(node.id, []).append(None)  # of a loop, a tuple or `x += y`
     names = frozenset(bound)
     while True:
-        kept = {n for n in names if all(v is not None and has_dtype_of(v, names) for v in bound[n])}
-        if kept == names or param not in kept:
-            return names if param in kept else _NONE
-        names = frozenset(kept)
+        same = frozenset(n for n in names if all(v is not None and has_dtype_of(v, names) for v in bound[n]))
+        if same == names or param not in same:
+            return same if param in same else _NONE
+        names = same
 
 
 def has_dtype_of(node: ast.expr, names: frozenset[str]) -> bool:
