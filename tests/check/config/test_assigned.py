@@ -108,3 +108,31 @@ def test_the_number_of_branches_is_bounded():
     body = "".join(f'if args.n == {i}:\n    ds_config["k{i}"] = {i}\n' for i in range(100))
     text = script(body)
     assert len(find_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())) < 20
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("if args.more:\n    ds_config.update(args.more)\n", True),
+        ("if args.more is not None:\n    for key, value in args.more.items():\n        ds_config[key] = value\n", True),
+        ("if args.more:\n    ds_config['zero_optimization'].update(args.more)\n", True),
+        ("ds_config.update(args.more)\n", False),
+        ("if args.more:\n    ds_config.update(read(path))\n", False),
+        ("if args.more:\n    pass\nelse:\n    ds_config.update(args.more)\n", False),
+        ("if args.more:\n    ds_config.update(args.more)\nds_config[key] = value\n", False),
+    ],
+)
+def test_a_dictionary_that_only_some_runs_merge_leaves_what_is_written(body, expected):
+    """Without the options of the user, the values are those of the dictionary; a key that is not written may be one of theirs."""
+    config = CONFIG.replace('"gradient_clipping": 1.0', '"bf16": {"enabled": True, "loss_scale": 0}')
+    found = codes(script(body, config))
+    assert ("HS251" in found) == expected
+    assert "HS239" not in found
+
+
+def test_a_loop_that_skips_auto_resolves_nothing():
+    """`if value == "auto": continue` leaves the placeholder of another dictionary out, and those of this one as they are."""
+    body = "for key, value in more.items():\n    if value == 'auto':\n        {}\n    args[key] = value\n"
+    config = CONFIG.replace('"stage": 1', '"stage": 3, "reduce_bucket_size": "auto"')
+    assert "HS259" in codes(script(body.format("continue"), config))
+    assert "HS259" not in codes(script(body.format("value = 5"), config))

@@ -141,3 +141,33 @@ def test_the_step_of_a_scaler_is_no_step_of_the_engine():
     )
     configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
     assert [f.line for config in configs for f in OptimizerInsteadOfEngine().check(config)] == [6]
+
+
+HANDLED = """\
+class Backend:
+    def create(self, model, config):
+        self.engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    def backward(self, loss):
+        try:
+            {tried}
+        except {error}:
+            {handled}
+    def step(self):
+        self.engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("tried", "handled", "expected"),
+    [
+        ("self.engine.backward(loss)", "loss.backward()", [10]),
+        ("self.engine.backward(loss)", "log()\n            loss.backward()", [11]),
+        ("self.engine.backward(loss)", "raise", []),
+        ("self.engine.backward(loss)", "self.engine.backward(loss.float())", []),
+        ("self.engine.backward(loss)", "penalty.backward()", []),
+    ],
+)
+def test_a_backward_in_a_handler_of_the_engines_bypasses_the_engine(tried, handled, expected):
+    """`except AttributeError: loss.backward()` goes on with gradients that are neither scaled nor reduced."""
+    for error in ("AttributeError", "(AttributeError, RuntimeError) as error"):
+        assert lines(HANDLED.format(tried=tried, handled=handled, error=error)) == expected

@@ -551,3 +551,21 @@ def test_fp16_on_the_cpu_raises_before_accelerate_0_16(version, severity, effect
     (finding,) = [f for config in configs for rule in RULES for f in rule().check(config) if f.code == "HS263"]
     assert finding.severity == severity
     assert effect in finding.message
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"weight_decay": 0.01}, True),
+        ({"weight_decay": "auto"}, True),
+        ({"weight_decay": 0.01, "torch_adam": True}, True),
+        ({"weight_decay": 0.0, "torch_adam": True}, False),
+        ({"weight_decay": "auto", "adam_w_mode": False}, False),
+        ({"weight_decay": 0.01, "adam_w_mode": True}, False),
+        ({}, False),
+    ],
+)
+def test_adam_with_a_decay_is_adamw_unless_a_mode_is_set(params, expected):
+    """DeepSpeed chooses between torch's two classes as between its own; "auto" is the decay of the Trainer."""
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": params}}
+    assert ("HS249" in codes(config)) == expected

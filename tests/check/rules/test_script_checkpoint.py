@@ -644,3 +644,49 @@ def test_an_accelerator_whose_checkpoint_nothing_restores(precision, save, expec
     """HS170 is one advice for a checkpoint that an Accelerator in fp16 writes regularly without its scaler."""
     text = NEVER_RESTORED.format(precision=precision, save=save)
     assert [(f.line, f.severity) for f in findings(text, "HS170")] == expected
+
+
+BEST = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+state = torch.load("x")
+optimizer.load_state_dict(state["optimizer"])
+{load}
+for epoch in range(9):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({{"optimizer": optimizer.state_dict(){last}}}, "last.pt")
+    if score > best:
+        {best}
+"""
+RESTORE = 'scaler.load_state_dict(state["scaler"])'
+ENTRY = ', "scaler": scaler.state_dict()'
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        ('torch.save({"optimizer": optimizer.state_dict()}, "best.pt")', [13]),
+        (
+            'c = {"optimizer": optimizer.state_dict()}\n        c["epoch"] = epoch\n        torch.save(c, "best.pt")',
+            [13],
+        ),
+        ('torch.save({"optimizer": optimizer.state_dict()' + ENTRY + '}, "best.pt")', []),
+        (
+            'c = {"optimizer": optimizer.state_dict()}\n        c["scaler"] = scaler.state_dict()\n        torch.save(c, "b")',
+            [],
+        ),
+        ('c = {"optimizer": optimizer.state_dict()}\n        c.update(more)\n        torch.save(c, "b")', []),
+        ('c = {"optimizer": optimizer.state_dict()}\n        extend(c)\n        torch.save(c, "b")', []),
+        ('torch.save({**state, "optimizer": optimizer.state_dict()}, "best.pt")', []),
+        ('snapshot = {"optimizer": optimizer.state_dict()}\n        keep(snapshot)', []),
+        ('torch.save({"model": model.state_dict()}, "best.pt")', []),
+        ('torch.save(model.state_dict(), "best.pt")', []),
+    ],
+)
+def test_one_of_several_checkpoints_without_the_scaler(best, expected):
+    """The best checkpoint has the optimizer and not the scaler, which the last one has and a resumed run restores."""
+    assert [f.line for f in findings(BEST.format(load=RESTORE, last=ENTRY, best=best), "HS170")] == expected
+    assert findings(BEST.format(load="", last=ENTRY, best=best), "HS170") == []

@@ -147,3 +147,39 @@ def test_models_of_a_list_or_dictionary(parts, name, each, cast, count):
     """A loop casts each of them, unless it chooses."""
     setup = CASTS.format(parts=parts, name=name, each=each, cast=cast) + "\nmodel = unet"
     assert len(findings(text(setup).replace("model = GPT().cuda()\n", ""), "HS151")) == count
+
+
+SKIPPING = """\
+import torch
+def prepare(model):
+    for name, p in model.named_parameters():
+{before}        p.data = p.data.to(torch.{dtype})
+prepare(model)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("        if not p.requires_grad:\n            continue\n", 1),
+        ("        if 'norm' in name or not p.requires_grad:\n            continue\n        print(name)\n", 1),
+        (
+            "        if not p.requires_grad:\n            frozen += 1\n            continue\n        count += p.numel()\n",
+            1,
+        ),
+        ("        if p.requires_grad:\n            continue\n", 0),
+        ("        if 'norm' in name:\n            continue\n", 0),
+        ("        p.requires_grad = False\n", 0),
+    ],
+)
+def test_a_loop_that_skips_what_is_frozen_casts_what_is_trained(before, expected):
+    """`if not p.requires_grad: continue` before a cast is the same as the cast under `if p.requires_grad:`."""
+    assert len(findings(SKIPPING.format(before=before, dtype="bfloat16"), "HS151")) == expected
+    assert findings(SKIPPING.format(before=before, dtype="float32"), "HS151") == []

@@ -229,3 +229,39 @@ for x in loader:
 def test_zero_times_a_loss_that_is_not_finite_is_not_zero(test, zeroed, expected):
     """NaN and inf times zero are NaN, so only a zero that does not depend on the loss is one."""
     assert [f.line for f in findings(ZEROED.format(test=test, zeroed=zeroed), "HS179")] == expected
+
+
+NORMALIZED = """\
+import torch
+def normalize(x):
+    if x.ndim > 2:
+        x = x.reshape(x.shape[0], -1)
+    {cast}
+    low = x.min(dim=-1, keepdim=True)[0]
+    high = x.max(dim=-1, keepdim=True)[0]
+    {value}
+    return x
+image = normalize({passed})
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "passed", "cast", "expected"),
+    [
+        ("x = (x - low) / (high - low + 1e-9)", "data.to(torch.float16)[None]", "", [8]),
+        ("x = (x - low) / (high - low).clamp(min=1e-9)", "data.half()", "", [8]),
+        ("x = (x - low) / torch.clamp(high - low, min=1e-9)", "x=data.half()", "", [8]),
+        ("y = x / (x.norm(dim=-1) + 1e-12)", "data.half().cuda()", "", [8]),
+        ("x = (x - low) / (high - low + 1e-6)", "data.half()", "", []),
+        ("x = (x - low) / (high - low + 1e-9)", "data.half().float()", "", []),
+        ("x = (x - low) / (high - low + 1e-9)", "data", "", []),
+        ("x = (x - low) / (high - low + 1e-9)", "data.half()", "x = x.float()", []),
+        ("x = (x - low) / (high - low + 1e-9)", "data.half()", "x = scale * x", []),
+        ("x = (x - low) / (high - mean + 1e-9)", "data.half()", "", []),
+        ("x = (x - low) / (high - low).float().clamp(min=1e-9)", "data.half()", "", []),
+    ],
+)
+def test_a_function_that_gets_float16_guards_with_a_constant_that_is_zero(value, passed, cast, expected):
+    """HS164 follows a cast to the parameter of a function, and what that makes of it without changing the dtype."""
+    text = NORMALIZED.format(value=value, passed=passed, cast=cast)
+    assert [f.line for f in findings(text, "HS164")] == expected

@@ -105,3 +105,32 @@ def test_the_logger_of_lightning_logs_scaled_gradients(precision, log, expected)
     """HS110 reports WandbLogger.watch where the Trainer is in fp16."""
     text = LIGHTNING.format(precision=precision, log=log)
     assert [f.line for f in findings(text, "HS110")] == expected
+
+
+TRAINER = """\
+import wandb
+from transformers import Trainer, TrainingArguments
+class OwnTrainer(Trainer):
+    pass
+wandb.watch(model, log="{log}")
+trainer = {trainer}(model=model, args=TrainingArguments("out", {flags}))
+trainer.{run}()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "log", "trainer", "run", "expected"),
+    [
+        ("fp16=True", "all", "Trainer", "train", [5]),
+        ("fp16=True, deepspeed='ds.json'", "gradients", "OwnTrainer", "train", [5]),
+        ("fp16=True", "parameters", "Trainer", "train", []),
+        ("fp16=True", "all", "Trainer", "evaluate", []),
+        ("bf16=True", "all", "Trainer", "train", []),
+        ("fp16=args.fp16", "all", "Trainer", "train", []),
+        ("fp16=not has_bf16, bf16=has_bf16", "all", "Trainer", "train", []),
+    ],
+)
+def test_the_hooks_of_wandb_log_scaled_gradients_of_a_trainer(flags, log, trainer, run, expected):
+    """HS110 reports wandb.watch where the Trainer of transformers trains in fp16."""
+    text = TRAINER.format(flags=flags, log=log, trainer=trainer, run=run)
+    assert [f.line for f in findings(text, "HS110")] == expected

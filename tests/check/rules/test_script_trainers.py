@@ -276,3 +276,58 @@ for batch in loader:
 def test_a_trainer_under_another_name_is_that_trainer(alias, name):
     """The import decides which class it is, and so where its model stands."""
     assert [f.code for f in findings(RENAMED.format(alias=alias, name=name), "HS277")] == ["HS277"]
+
+
+NAMED = """\
+import torch
+from trl import GRPOConfig, GRPOTrainer
+{before}
+options = {{"torch_dtype": torch.bfloat16}}
+config = GRPOConfig("out", bf16=True, model_init_kwargs=options)
+GRPOTrainer(model=path, args=config, reward_funcs=rewards).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (
+            "def resolve(cfg):\n    if cfg.last:\n        return str(newest(cfg))\n    return cfg['model_path']\npath = resolve(cfg)",
+            1,
+        ),
+        ("path = str(folder / 'merged')", 1),
+        ("path = os.environ.get('MODEL', 'Qwen/Qwen3-0.6B')", 1),
+        ("path = get_model_path(cfg)", 1),
+        ("path = load_policy(cfg)", 0),
+        ("def resolve(cfg):\n    return Policy(cfg)\npath = resolve(cfg)", 0),
+    ],
+)
+def test_model_init_kwargs_count_for_a_model_that_is_a_name(before, expected):
+    """Its dtype is that of the weights where a call returns the path of the checkpoint; what another call returns is unknown."""
+    assert len(findings(NAMED.format(before=before), "HS277")) == expected
+
+
+PREPARED = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def prepare_model(args, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(args.name, dtype=torch.{dtype})
+    model.resize_token_embeddings(len(tokenizer))
+    return model
+{rest}
+Trainer(model=model, args=TrainingArguments("out", bf16=True)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "model = prepare_model(args, tokenizer)",
+        "model = prepare_model(args=args, tokenizer=tokenizer)",
+        "def main():\n    return prepare_model(args, tokenizer)\nmodel = main()",
+    ],
+)
+def test_a_function_of_the_file_that_is_named_like_a_wrapper_is_followed(rest):
+    """`prepare_model` of this file loads the model; that of a library wraps its first argument."""
+    assert [f.line for f in findings(PREPARED.format(dtype="bfloat16", rest=rest), "HS277")] == [4]
+    assert findings(PREPARED.format(dtype="float32", rest=rest), "HS277") == []

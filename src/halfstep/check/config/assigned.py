@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from halfstep.check.config.literals import Literals, subscript
+from halfstep.check.script.syntax.names import key_of
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 
 __all__ = ["Assignments"]
@@ -32,6 +34,7 @@ class Assignments:
     """The assignments to keys in one script, by variable."""
 
     def __init__(self, nodes: Sequence[ast.AST], literals: Literals) -> None:
+        self.nodes = nodes
         self.literals = literals
         self.groups: dict[str, list[_Group]] = {}
         functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
@@ -61,7 +64,11 @@ class Assignments:
 
         Nothing if a change cannot be followed: a key that is not a literal, or a function that may change any of them.
         """
-        changes = self.literals.changes.get(name, ())
+        changes = self.literals.changes.get(name, [])
+        if None in changes:
+            nodes = self.literals.changed_at[name]
+            changes = [path for path, node in zip(changes, nodes, strict=True) if node not in self._merging]
+            root = replace(root, open=True)
         if None in changes:
             return
         paths = [path for path in changes if path]  # `del config` changes no key
@@ -76,6 +83,16 @@ class Assignments:
                 if other is not branch and other.chain == branch.chain:
                     _remove(left, other.assigns)
             yield self._build(root, (*always, *branch.assigns), left)
+
+    @cached_property
+    def _merging(self) -> frozenset[ast.AST]:
+        """What runs only where another dictionary is merged into this one: the `update` of `if options: config.update(options)`.
+
+        A run without that dictionary has the values that are written.
+        """
+        optional = [(n, key) for n in self.nodes if isinstance(n, ast.If) and (key := _tested(n.test))]
+        merges = [(s, key) for branch, key in optional for s in branch.body if isinstance(s, (ast.For, ast.Expr))]
+        return frozenset(node for statement, key in merges if _reads(statement, key) for node in ast.walk(statement))
 
     def _groups_after(self, name: str, binding: ast.AST) -> tuple[tuple[ast.Assign, ...], list[_Group]]:
         """The assignments next to the dictionary, and those of each branch of an `if` in the same function."""
@@ -105,6 +122,18 @@ class Assignments:
         for path in left:
             root = _with_unknown(root, path)
         return root
+
+
+def _tested(test: ast.expr) -> str:
+    """The variable of `if options:` and `if options is not None:`."""
+    is_set = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
+    return key_of(test.left if is_set and isinstance(test, ast.Compare) else test)
+
+
+def _reads(statement: ast.For | ast.Expr, key: str) -> bool:
+    """Whether a loop goes through a variable, or a call receives it: `for k, v in options.items():`, `config.update(options)`."""
+    source = statement.iter if isinstance(statement, ast.For) else statement.value
+    return any(key_of(node) == key for node in ast.walk(source) if isinstance(node, (ast.Name, ast.Attribute)))
 
 
 def _remove(paths: list[Path], assigns: Sequence[ast.Assign]) -> None:

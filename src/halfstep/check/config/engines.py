@@ -90,6 +90,16 @@ class Engines:
                     yield call, key
                     break
 
+    def handled_backwards(self) -> Iterator[tuple[ast.Call, str]]:
+        """The calls of `loss.backward()` in a handler of what an engine's `backward` of the same loss raises, each with that engine."""
+        for node in (n for n in self.nodes if isinstance(n, ast.Try)):
+            tried = {
+                ast.unparse(c.args[0]): key for c, key in _backwards(node.body) if c.args and key in self.visible(c)
+            }
+            for call, loss in (pair for handler in node.handlers for pair in _backwards(handler.body)):
+                if not call.args and loss in tried:
+                    yield call, tried[loss]
+
     def scaler_calls(self, method: str, key: str) -> list[ast.Call]:
         """The backwards or steps of a GradScaler that run instead of an engine's, after its forward: in the other branch, or without any.
 
@@ -173,6 +183,13 @@ class Engines:
                 if not is_main:
                     yield _guard(parent.test, is_true=node in parent.body)
             node, parent = parent, self.parents.get(parent)
+
+
+def _backwards(body: list[ast.stmt]) -> Iterator[tuple[ast.Call, str]]:
+    """The calls of a method `backward` in some statements, each with its object as text."""
+    for call in (n for statement in body for n in ast.walk(statement) if isinstance(n, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+            yield call, ast.unparse(call.func.value)
 
 
 def _guard(test: ast.expr, *, is_true: bool) -> tuple[str, bool]:

@@ -34,6 +34,7 @@ class Literals:
         self.constants: dict[str, ast.Constant] = {}
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
+        self.changed_at: dict[str, list[ast.AST]] = {}  # variable -> the statement or call of each of these changes
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
         functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
@@ -62,7 +63,7 @@ class Literals:
             for target in targets:
                 if isinstance(target, ast.Subscript):
                     for name, keys in _paths(target):
-                        self._change(name, keys)
+                        self._change(name, keys, node)
                 elif name := ".".join(chain(target)):
                     self.variables[id(node.value)] = name
                     if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
@@ -72,7 +73,7 @@ class Literals:
                         self.all_blocks.setdefault(name, []).append(node.value)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
-                self._change(*subscript(target))
+                self._change(*subscript(target), node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             name, path = subscript(node.func.value)
             if node.func.attr == "update":
@@ -80,11 +81,14 @@ class Literals:
             else:
                 key = node.args[0] if node.args else None
                 known = isinstance(key, ast.Constant) and isinstance(key.value, str)
-                self._change(name, (*(path or ()), key.value) if known and isinstance(key, ast.Constant) else None)
+                self._change(
+                    name, (*(path or ()), key.value) if known and isinstance(key, ast.Constant) else None, node
+                )
 
-    def _change(self, name: str, path: tuple[object, ...] | None) -> None:
+    def _change(self, name: str, path: tuple[object, ...] | None, node: ast.AST) -> None:
         if name:
             self.changes.setdefault(name, []).append(None if path is None else tuple(map(str, path)))
+            self.changed_at.setdefault(name, []).append(node)
 
     def _change_many(self, name: str, path: Path, call: ast.Call) -> None:
         update = call.args[0] if call.args else None
@@ -96,7 +100,7 @@ class Literals:
         elif update is not None:
             keys.append(None)
         for key in keys:
-            self._change(name, None if key is None else (*path, key))
+            self._change(name, None if key is None else (*path, key), call)
 
     def name_of(self, node: ast.AST) -> str:
         """The variable an expression is bound to, or ""."""

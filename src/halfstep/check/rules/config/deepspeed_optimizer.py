@@ -368,19 +368,20 @@ class AdamIsAdamW(DeepSpeedRule):
     )
     bad = (
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "weight_decay": 0.01}}}',
+        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"weight_decay": "auto", "torch_adam": true}}}',
     )
-    good = (
-        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}}',
-    )
+    good = ('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.01}}}',)
     references = (_OPTIMIZER_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report Adam with weight decay."""
-        params = ("optimizer", "params")
-        decay = config.number(*params, "weight_decay")
-        unset = config.value(*params, "adam_w_mode") is None and config.value(*params, "torch_adam") is None
-        if deepspeed.optimizer == "adam" and decay and unset and config.entry("optimizer", "type"):
-            message = f"DeepSpeed runs `Adam` with `weight_decay` {decay:g} as AdamW: the decay is decoupled."
+        """Report Adam with weight decay, also that of the Trainer and with `torch_adam`."""
+        kind, written = config.entry("optimizer", "type"), config.entry("optimizer", "params", "weight_decay")
+        decay = written.value.value if written and isinstance(written.value, Scalar) else None
+        is_open = kind and config.value("optimizer", "params", "adam_w_mode") is None
+        number = config.number("optimizer", "params", "weight_decay")
+        if deepspeed.optimizer == "adam" and is_open and (number or decay == "auto"):
+            which = f"`weight_decay` {number:g}" if number else "the Trainer's `weight_decay`"
+            message = f"DeepSpeed runs `Adam` with {which} as AdamW: the decay is decoupled."
             instead = 'Use `"type": "AdamW"`, or set `"adam_w_mode": false`.'
             yield self.at(config, ("optimizer", "type"), message, instead=instead)
 

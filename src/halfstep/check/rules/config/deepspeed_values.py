@@ -23,7 +23,9 @@ _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _INITIALIZES = regex(r"\bdeepspeed\.initialize\(")
 # The classes of Transformers that replace "auto", and code that does it by itself.
 _TRAINERS = regex(r"\b(?:Seq2Seq|SFT|DPO|PPO|GRPO|Reward)?Trainer\b")
-_RESOLVES = regex(r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["']|deepspeed_config_process|fill_match""")
+_RESOLVES = regex(
+    r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["'](?! *:\s*continue\b)|deepspeed_config_process|fill_match"""
+)  # `if value == "auto": continue` only leaves it as it is
 
 # Keys that decide how a run computes; of the others (paths, intervals, bucket sizes) a duplicate is only untidy.
 _NUMERIC = regex(

@@ -250,6 +250,7 @@ class BareBackward(JointRule):
             pairs = [(call, use.engine) for call in _scaler_calls(use, "backward")]
         else:
             pairs = [*self._single(use), *self._all(use)]
+        pairs += use.engines.handled_backwards() if use.engines is not None else ()
         bare = {id(call): (call, engine) for call, engine in pairs}
         for call, engine in bare.values():
             effect, severity = self._effect(DeepSpeed(config), engine)

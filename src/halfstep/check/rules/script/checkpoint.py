@@ -1,4 +1,4 @@
-"""HS170-HS171: the scaler's state in checkpoints."""
+"""HS170: checkpoints without the scaler's state."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from halfstep.check.script.objects.saving import (
     is_setting,
     names_scaler,
     passed_objects,
-    restored_copies,
-    restored_counter,
     saves,
     written_out,
 )
-from halfstep.check.script.objects.values import Scaler, text_of
+from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import last_name_of
 
-__all__ = ["RULES"]
+__all__ = [
+    "DOCS", "LOAD", "RULES", "SAVE", "TRAIN", "callee_of", "created_scalers", "handed_scalers", "near_steps", "once", "stepping_scalers",
+    "used_scalers",
+]  # fmt: skip
 
-_DOCS = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.state_dict"
-_TRAIN = """\
+DOCS = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.state_dict"
+TRAIN = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")
 if resume:
@@ -52,20 +54,16 @@ if resume:
 """
 _SAVES = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 _RESTORES = regex(r"load|resum|restor|restart", re.IGNORECASE)
-_LOADS = regex(r"load|resum|restor|register|setup|init", re.IGNORECASE)
 _TRAINS = regex(r"train|fit|epoch|step|loop", re.IGNORECASE)
-# Names of what is not a scaler.
-_OTHERS = regex(
-    r"optim|(^|_)opts?$|model|(^|_)nets?($|_)|sched|(^|_)ema($|_)|discriminator|generator|encoder", re.IGNORECASE
-)
+_CHANGES = regex(r"^(update|setdefault|__setitem__)$")  # methods that may add the scaler to a dictionary
 _BEST = regex(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 _TPU = regex(r"^\(?[\w.]*(tpu|xla)[\w.]*(\(\))?\)?$", re.IGNORECASE)  # `is_torch_tpu_available()`, `args.tpu`
-_LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
-_SAVE = ', "scaler": scaler.state_dict()'
+LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
+SAVE = ', "scaler": scaler.state_dict()'
 
 
-def _used(script: Script) -> list[Scaler]:
+def used_scalers(script: Script) -> list[Scaler]:
     """The scalers that may be enabled, that step an optimizer, and that float16 needs."""
     stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
     idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
@@ -73,16 +71,16 @@ def _used(script: Script) -> list[Scaler]:
     return [s for s in scalers if id(s.node) not in idle]
 
 
-def _stepping(script: Script) -> list[Event]:
+def stepping_scalers(script: Script) -> list[Event]:
     """The steps of scalers that may be enabled and that float16 needs, also those that a training function of another file does."""
     idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
     # Where another object steps (`accel.step(optimizer)`), `accel.scaler.unscale_` shows that it has a scaler.
-    events = _once(script.events("scaler_step", "owned_step", "unscale"))
+    events = once(script.events("scaler_step", "owned_step", "unscale"))
     events += [
         e
-        for e in _once(script.events("handed", "stored"))
-        if _TRAINS.search(_callee(e))
-        and (script.scalers_named(e.scaler) or _created(script, e) or _is_annotated(script, e))
+        for e in once(script.events("handed", "stored"))
+        if _TRAINS.search(callee_of(e))
+        and (script.scalers_named(e.scaler) or created_scalers(script, e) or _is_annotated(script, e))
     ]
     return [
         e
@@ -91,7 +89,7 @@ def _stepping(script: Script) -> list[Event]:
     ]
 
 
-def _created(script: Script, event: Event) -> list[Scaler]:
+def created_scalers(script: Script, event: Event) -> list[Scaler]:
     """The scalers of an event's class that `self.scaler` may be: also `self._scaler`, which a property of that name returns."""
     name = event.scaler.rsplit(".", 1)[-1].lstrip("_")
     same = [s for s in script.scalers if s.key.rsplit(".", 1)[-1].lstrip("_") == name]
@@ -107,26 +105,20 @@ def _is_annotated(script: Script, event: Event) -> bool:
     return any(script.outline.names.full(n).endswith("GradScaler") for n in parts if isinstance(n, ast.expr))
 
 
-def _callee(event: Event) -> str:
+def callee_of(event: Event) -> str:
+    """The last name of the function that an event calls."""
     return text_of(event.node.func).rsplit(".", 1)[-1] if isinstance(event.node, ast.Call) else ""
 
 
-def _once(events: Iterator[Event]) -> list[Event]:
+def once(events: Iterator[Event]) -> list[Event]:
+    """The events of all traces, one for each place in the text."""
     return list({event.node: event for event in events}.values())
 
 
-def _handed(script: Script) -> list[Event]:
+def handed_scalers(script: Script) -> list[Event]:
     """The calls of other files that receive a scaler to save or restore it."""
-    handed = _once(script.events("handed", "stored"))
+    handed = once(script.events("handed", "stored"))
     return [e for e in handed if isinstance(e.node, ast.Call) and _SAVES.search(text_of(e.node.func))]
-
-
-def _only_saves(event: Event) -> bool:
-    """Whether a function of another file, named for checkpoints, receives a scaler next to its optimizer and in a loop."""
-    name = _callee(event)
-    parts = [key_of(v) for v in arguments_of(event.node)] if isinstance(event.node, ast.Call) else []
-    is_checkpoint = saves(name) or bool(re.search(r"(checkpoint|ckpt)$", name, re.IGNORECASE))
-    return is_checkpoint and not _LOADS.search(name) and bool(event.loops) and any("optim" in part for part in parts)
 
 
 class ScalerNotSaved(ScriptRule):
@@ -143,30 +135,32 @@ class ScalerNotSaved(ScriptRule):
         "file restores it."
     )
     bad = (
-        _TRAIN.format(load="", save=""),
+        TRAIN.format(load="", save=""),
         "import torch\nfrom torch.cuda.amp import GradScaler\nclass Trainer:\n    def __init__(self):\n        self.scaler = GradScaler()\n"
         "    def save(self):\n        state = {'net': self.net.state_dict(), 'optim': self.optimizer.state_dict()}\n        torch.save(state, 'x.pt')\n"
         "    def load(self):\n        state = torch.load('x.pt')\n        self.optimizer.load_state_dict(state['optim'])\n"
         "    def fit(self):\n        for x in self.data:\n            self.scaler.scale(self.net(x)).backward()\n"
         "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n",
     )
-    good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
+    good = (TRAIN.format(load=LOAD, save=SAVE),)
     references = (
-        _DOCS,
+        DOCS,
         "https://github.com/huggingface/transformers/pull/11663",
         "https://github.com/ultralytics/ultralytics/pull/22189",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in scripts that step with a scaler and never save one."""
-        steps = _stepping(script)
+        steps = stepping_scalers(script)
         # A function that restores the scaler saves nothing.
-        handed = [e for e in _handed(script) if saves(_callee(e)) or not _RESTORES.search(_callee(e))]
+        handed = [e for e in handed_scalers(script) if saves(callee_of(e)) or not _RESTORES.search(callee_of(e))]
+        for event, other in () if handed or not steps else _incomplete_checkpoints(script):
+            yield self._report_incomplete(script, event, other)
         if script.has("save_scaler") or handed or names_scaler(script.outline, script.scalers):
             return
         yield from self._owned(script)
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
-        for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
+        for event in (*once(script.events("save_optimizer")), *_spread(script, "save")):
             if _is_of_tpu(script, event):
                 continue
             scaler = _stepped_with(script, event, steps)
@@ -189,9 +183,17 @@ class ScalerNotSaved(ScriptRule):
                 script.where(entries[0][0]),
                 f"the checkpoint contains the state of {states} but not of `{scaler}`: {run} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
-                fix=scaler_state_fix(script, used) if resumed and (used := _used(script)) else None,
+                fix=scaler_state_fix(script, used) if resumed and (used := used_scalers(script)) else None,
                 severity="warning" if resumed else "advice",
             )
+
+    def _report_incomplete(self, script: Script, event: Event, other: Event) -> Finding:
+        return self.finding(
+            script.where(event.node),
+            f"this checkpoint contains the state of `{event.optimizer}` but not of `{other.scaler}`, which {script.at(other.node)} saves in another "
+            "one: a run that resumes from it restarts at the initial scale",
+            instead=f'save "scaler": {other.scaler}.state_dict() here as well',
+        )
 
     def _owned(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in a script whose scaler an Accelerator creates and never saves."""
@@ -199,7 +201,7 @@ class ScalerNotSaved(ScriptRule):
         if script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
             return
         owner = scaling_accelerator(script) if script.has("owned_backward") else None
-        saved = _once(script.events("save_optimizer")) if owner is not None else []
+        saved = once(script.events("save_optimizer")) if owner is not None else []
         saved = [e for e in saved if entry_of(script.outline, e.node) is not None]
         is_resumed = script.has("load_optimizer")
         if not is_resumed:
@@ -286,7 +288,7 @@ def _stepped_with(script: Script, event: Event, steps: list[Event]) -> str:
 
     A base class that creates the scaler, and saves the optimizer, leaves the steps to the classes of other files.
     """
-    near = _near_steps(script, event, steps)
+    near = near_steps(script, event, steps)
     own = [e for e in near if e.optimizer.rsplit(".", 1)[-1] == event.optimizer.rsplit(".", 1)[-1]]
     if near:
         return (own or near)[0].scaler
@@ -296,7 +298,7 @@ def _stepped_with(script: Script, event: Event, steps: list[Event]) -> str:
     return next((s.key for s in created if is_base and s.function.cls == event.function.cls), "")
 
 
-def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
+def near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
     """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
     kinds = ("scaler_step", "owned_step", "unscale", "handed", "stored")
     near = [e for e in script.near(event, *kinds) if any(e.node is s.node for s in steps)]
@@ -306,73 +308,58 @@ def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]
     return near or (steps if saves(function.name) and not function.cls and not is_called else [])
 
 
-def _restored_by_another_name(script: Script) -> bool:
-    """Whether states are restored through a variable that may be the scaler: of a loop, of a choice, or looked up by name."""
-    for call, function in script.outline.calls.get("load_state_dict", ()):
-        key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        is_open = bool(key) and "." not in key and not _OTHERS.search(key)
-        for bound in script.outline.lookup(key, function) if is_open else ():
-            sources: list[ast.expr | None] = [bound.value]
-            if bound.value is None:
-                loops = (n for n in script.above(call) if isinstance(n, ast.For))
-                sources = [loop.iter for loop in loops if key in {text_of(n) for n in ast.walk(loop.target)}] or [None]
-            elif isinstance(bound.value, ast.IfExp):
-                sources = [bound.value.body, bound.value.orelse]
-            elif not isinstance(bound.value, ast.Subscript) and not text_of(bound.value).startswith("getattr("):
-                continue
-            if not all(source is not None and _OTHERS.search(_collection(source)) for source in sources):
-                return True
-    return False
+def _incomplete_checkpoints(script: Script) -> Iterator[tuple[Event, Event]]:
+    """Each saved optimizer whose dictionary has no scaler, with the event that saves one next to the optimizer elsewhere.
+
+    Only in a script that restores both, so that a run can be resumed from either file.
+    """
+    if not (script.has("load_optimizer") and script.has("load_scaler")):
+        return
+    scalers = {written: e for e in script.events("save_scaler") if (written := _dictionary(script, e)) is not None}
+    optimizers = {e.node: (e, written) for e in script.events("save_optimizer") if (written := _dictionary(script, e))}
+    complete = [scalers[written] for _, written in optimizers.values() if written in scalers]
+    for event, written in optimizers.values() if complete else ():
+        is_training = event.loops or saves(event.function.name)
+        if (
+            written not in scalers
+            and is_training
+            and not without_amp(event)
+            and _is_saved_as_it_is(script, written, event)
+        ):
+            yield event, complete[0]
 
 
-def _collection(source: ast.expr) -> str:
-    """The variable that a loop goes through, `optimizers` of `optimizers.items()`, or the model of `model.module`."""
-    while isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and not source.args:
-        source = source.func.value
-    return key_of(source).removesuffix(".module").removesuffix("._orig_mod").rsplit(".", 1)[-1]
+def _dictionary(script: Script, event: Event) -> ast.Dict | None:
+    """The dictionary that an event's state is an entry of."""
+    return next((node for node in script.above(event.node) if isinstance(node, ast.Dict)), None)
 
 
-class ScalerNotRestored(ScriptRule):
-    """The scaler state is saved but never restored."""
-
-    code = "HS171"
-    name = "scaler-not-restored"
-    severity = "warning"
-    reason = "The checkpoint contains the scale, but nothing loads it, so a resumed run still starts at the initial scale of 65536."
-    bad = (_TRAIN.format(load="", save=_SAVE),)
-    good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
-    references = (_DOCS, "https://github.com/huggingface/transformers/issues/34053")
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Saved scaler states in scripts that restore only the optimizer."""
-        for scaler, call in restored_copies(script.outline, script.scalers):
-            if own := [s.key for s in _used(script) if s.key]:
-                yield self.finding(
-                    script.where(scaler.node),
-                    f"`{text_of(call.func)}` restores a new GradScaler, which nothing uses: `{own[0]}` keeps the initial scale",
-                    instead=f"pass `{own[0]}`",
-                )
-                return
-        handed = _handed(script)
-        if script.has("load_scaler") or not all(map(_only_saves, handed)) or _restored_by_another_name(script):
-            return
-        stepping, idle = _stepping(script), {id(s.node) for s in ScalerWithBf16.idle(script)}
-        for event in _once(script.events("save_scaler")) or handed[:1]:
-            # A base class that saves its scaler leaves the steps to the classes of other files.
-            is_used = _near_steps(script, event, stepping) or (
-                event.function.cls and any(id(s.node) not in idle for s in _created(script, event))
-            )
-            passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
-            saved = passed if event.kind in {"handed", "stored"} else f"the state of `{event.scaler}` is saved"
-            is_entry = event.kind in {"handed", "stored"} or entry_of(script.outline, event.node) is not None
-            counter = restored_counter(script.outline, script.scalers, event.function, event.local.scaler)
-            restored = "the optimizer state is restored" if script.has("load_optimizer") else counter
-            if is_entry and is_used and restored:
-                yield self.finding(
-                    script.where(event.node),
-                    f"{saved}, but only {restored}: a resumed run restarts at the initial scale",
-                    instead=f"call {event.scaler}.load_state_dict(...) where {restored}",
-                )
+def _is_saved_as_it_is(script: Script, written: ast.Dict, event: Event) -> bool:
+    """Whether a dictionary goes to a function that saves it, and nothing can add the scaler before."""
+    if None in written.keys:
+        return False
+    parent = script.outline.parents.get(written)
+    if isinstance(parent, ast.Call):
+        return saves(last_name_of(parent.func))
+    name = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else ""
+    uses = [n for n in ast.walk(event.function.node) if name and key_of(n) == name and isinstance(n, ast.expr)]
+    return any(_is_argument_of_save(script, use) for use in uses) and not any(_may_add(script, use) for use in uses)
 
 
-RULES: tuple[type[Rule], ...] = (ScalerNotSaved, ScalerNotRestored)
+def _is_argument_of_save(script: Script, use: ast.expr) -> bool:
+    call = script.outline.parents.get(use)
+    return isinstance(call, ast.Call) and use in call.args and saves(last_name_of(call.func))
+
+
+def _may_add(script: Script, use: ast.expr) -> bool:
+    """Whether a use of a dictionary may add the scaler: an entry of such a name or of a variable's, or a method that adds some."""
+    parent = script.outline.parents.get(use)
+    if isinstance(parent, ast.Subscript) and parent.value is use and isinstance(parent.ctx, ast.Store):
+        key = constant(parent.slice)
+        return not isinstance(key, str) or "scal" in key.lower() or "amp" in key.lower()
+    if isinstance(parent, ast.Attribute):
+        return bool(_CHANGES.search(parent.attr))
+    return isinstance(parent, (ast.Call, ast.keyword)) and not _is_argument_of_save(script, use)
+
+
+RULES: tuple[type[Rule], ...] = (ScalerNotSaved,)

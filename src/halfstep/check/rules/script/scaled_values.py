@@ -25,9 +25,11 @@ from halfstep.check.script.flow.order import (
     switched_off,
     without_amp,
 )
+from halfstep.check.script.flow.run_format import fp16_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks, trains_in_fp16
 from halfstep.check.script.objects.tensors import is_gradient, reads_gradients
+from halfstep.check.script.objects.trainers import is_trainer
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -204,7 +206,9 @@ class ScaledGradientsRead(TraceRule):
 def _watching(script: Script) -> Iterator[ast.Call]:
     """The calls of W&B that log gradients in a script that scales its loss: wandb.watch, also of a run or of Lightning's logger."""
     sites = script.outline.calls.get("watch", ())
-    owned = framework_precisions(script) == {"float16"} or trains_in_fp16(script) if sites else False
+    owned = sites and (
+        framework_precisions(script) == {"float16"} or trains_in_fp16(script) or _has_fp16_trainer(script)
+    )
     if not sites or not (owned or _scales(script)):
         return
     for call, function in sites:
@@ -217,6 +221,12 @@ def _watching(script: Script) -> Iterator[ast.Call]:
         is_logged = log is None or constant(log) in {"all", "gradients"}
         if is_logged and (script.outline.names.full(call.func) == "wandb.watch" or is_run):
             yield call
+
+
+def _has_fp16_trainer(script: Script) -> bool:
+    """Whether a Trainer of Hugging Face trains here with `fp16=True`: Accelerate or DeepSpeed then scales its loss."""
+    names = [name for name in script.outline.calls if is_trainer(script.outline, name)]
+    return bool(names) and "train" in script.outline.calls and fp16_training(script) is not None
 
 
 def _scales(script: Script) -> bool:

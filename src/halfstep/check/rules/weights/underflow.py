@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import with_autocast
 from halfstep.check.script.flow.sources import latest
-from halfstep.check.script.objects.lowered import RAISED, formats_of_tensor
+from halfstep.check.script.objects.lowered import RAISED, formats_of_tensor, has_dtype_of, names_with_dtype
 from halfstep.check.script.objects.outputs import Exit, called_in_autocast, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
@@ -114,6 +114,7 @@ class EpsUnderflowsHalf(ScriptRule):
             if dtypes_of(outline, argument(call, None, "dtype"), function) == {"float16"}:
                 spots.append((call, argument(call, 0, "data")))
         spots += _guarded_sigmoids(script)
+        spots += _guards_of_parameters(script)
         yield from (self._report(script, node, constant(value)) for node, value in spots if _underflows(value))
         for call, eps in _rounded_limits(script):
             yield self.finding(
@@ -297,6 +298,25 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
     uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
     uses = [n for n in uses if n.lineno > call.lineno and isinstance(n.ctx, ast.Load)]
     return [n for n in uses if formats_of_tensor(script, n, function) == {"float16"}]
+
+
+def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """The guards of what is made of a parameter for which a call of this file passes float16: `normalize(x.half())`."""
+    if not any(word in script.source.text for word in (".half(", "float16")):
+        return
+    for function in script.outline.functions:
+        if isinstance(function.node, ast.Module) or not any(map(_underflows, ast.walk(function.node))):
+            continue
+        for name in function.params if not called_in_autocast(script, function) else ():
+            passed = script.outline.passed(name, function)
+            if any(formats_of_tensor(script, value, caller) == {"float16"} for value, caller in passed):
+                names = names_with_dtype(function, name) - _moved(function)
+                for node in ast.walk(function.node):
+                    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and has_dtype_of(node.left, names):
+                        yield node, node.right
+                    clamped = _clamped(script, node) if isinstance(node, ast.Call) else None
+                    if clamped is not None and has_dtype_of(clamped[0], names):
+                        yield node, clamped[1]
 
 
 def _moved(function: Function) -> set[str]:

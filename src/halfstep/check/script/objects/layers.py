@@ -27,6 +27,7 @@ __all__ = [
     "created_adapters",
     "defined_optimizers",
     "is_created_low",
+    "is_of_trained",
     "managed_casts",
     "model_of_every_parameter",
     "optimizer_factories",
@@ -202,6 +203,27 @@ def _manager(outline: Outline, params: ast.expr | None, function: Function) -> s
     return key_of(func.value) if isinstance(func, ast.Attribute) and _RETURNS.search(func.attr) else ""
 
 
+def is_of_trained(outline: Outline, call: ast.Call) -> bool:
+    """Whether a cast is only of what has gradients: under `if p.requires_grad:`, or below `if not p.requires_grad: continue`."""
+    if any(is_true and "requires_grad" in text for text, is_true in conditions_of(outline, call)):
+        return True
+    node: ast.AST | None = call
+    while node is not None and not isinstance(node, (ast.For, ast.FunctionDef, ast.AsyncFunctionDef)):
+        node = outline.parents.get(node)
+    above = [s for s in node.body if s.lineno < call.lineno] if isinstance(node, ast.For) else []
+    return any(map(_skips_frozen, above))
+
+
+def _skips_frozen(statement: ast.stmt) -> bool:
+    """Whether a statement leaves the iteration for a frozen parameter: `if not p.requires_grad: continue`, also with `or`."""
+    if not isinstance(statement, ast.If) or not isinstance(statement.body[-1], ast.Continue):
+        return False
+    test = statement.test
+    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else [test]
+    negated = [t.operand for t in tests if isinstance(t, ast.UnaryOp) and isinstance(t.op, ast.Not)]
+    return any(key_of(operand).endswith(".requires_grad") for operand in negated)
+
+
 def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:
     """The model of `for p in model.parameters():` around a cast of each; "" if there is none, or something may be frozen."""
     loop = outline.parents.get(outline.parents.get(call, call))
@@ -209,6 +231,8 @@ def model_of_every_parameter(outline: Outline, call: ast.Call) -> str:
     func = source.func if isinstance(source, ast.Call) else None
     if not isinstance(func, ast.Attribute) or func.attr not in {"parameters", "named_parameters"}:
         return ""
+    if isinstance(loop, ast.For) and any(isinstance(n, ast.Continue) for n in ast.walk(loop)):
+        return ""  # of those that are not skipped
     return "" if may_freeze(outline) else key_of(func.value)
 
 

@@ -10,11 +10,11 @@ import re
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import field_defaults
-from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
+from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for, returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = [
     "fully_trained",
@@ -44,6 +44,7 @@ _ANY_MODEL = regex(
 )
 _HUB_NAME = regex(r"[\w-]+/[\w.-]+$")
 _ADAPTED = regex(r"peft|lora|adapter|bnb|4bit$", re.IGNORECASE)
+_NAMES_MODEL = regex(r"(path|name|dir|model_id)$")  # a variable or a function that names a checkpoint
 _LANGUAGE_MODEL = regex(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
 
 
@@ -94,7 +95,7 @@ def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, func
     """The dtype in `model_init_kwargs`, with which TRL loads a model from its name."""
     names = outline.values(key_of(model), function) if key_of(model) else [model]
     options = keyword_of(outline, arguments, function, "model_init_kwargs")
-    if options is None or any(isinstance(name, ast.Call) for name in names):
+    if options is None or not all(_is_name(outline, name, function) for name in names):
         return []
     spread = ast.Call(arguments.func, [], [ast.keyword(None, options)])
     dtype = keyword_of(outline, spread, function, "torch_dtype", "dtype")
@@ -102,6 +103,31 @@ def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, func
         return []
     load = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [ast.keyword("dtype", dtype)]), dtype)
     return [Cast(load, function, "", formats_of(outline, dtype, function), "load")]
+
+
+def _is_name(outline: Outline, model: ast.expr, function: Function) -> bool:
+    """Whether what a Trainer gets as its model is the name of a checkpoint: no call, or one that returns a text."""
+    if not isinstance(model, ast.Call):
+        return True
+    target = outline.call_target(model, function)
+    if target is not None:
+        returned = list(returned_by(target))
+        return bool(returned) and all(_NAMES_MODEL.search(_last_key(value)) or _is_text(value) for value in returned)
+    return _is_text(model) or bool(_NAMES_MODEL.search(last_name_of(model.func)))
+
+
+def _is_text(value: ast.expr) -> bool:
+    """Whether an expression is a string: a literal, `str(path)`, `os.environ["MODEL"]`, `cfg.get("model")`."""
+    if isinstance(value, ast.Call):
+        is_read = last_name_of(value.func) in {"get", "getenv"} and isinstance(constant(argument(value, 0, "key")), str)
+        return is_read or text_of(value.func) in {"str", "os.path.join", "os.fspath"}
+    return isinstance(value, ast.JoinedStr) or isinstance(constant(value), str)
+
+
+def _last_key(value: ast.expr) -> str:
+    """The last name of a variable, or the key of an entry: `model_path` of `cfg["model_path"]`."""
+    index = constant(value.slice) if isinstance(value, ast.Subscript) else key_of(value).rpartition(".")[2]
+    return index if isinstance(index, str) else ""
 
 
 def lasting_casts(lineage: Lineage) -> list[Cast]:

@@ -20,7 +20,7 @@ from halfstep.check.script.syntax.scope import Binding
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["PRODUCTS", "RAISED", "formats_of_tensor", "region_formats"]
+__all__ = ["PRODUCTS", "RAISED", "formats_of_tensor", "has_dtype_of", "names_with_dtype", "region_formats"]
 
 MAX_STEPS = 10  # operations and assignments between a cast and the value in question
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"})
@@ -86,6 +86,46 @@ def _passed(script: Script, name: str, function: Function) -> frozenset[str]:
     passed = [p for p in outline.passed(name, function) if p[1] is not function]
     formats = [formats_of_tensor(script, value, caller) for value, caller in passed[:MAX_STEPS]]
     return frozenset().union(*formats) if formats and all(formats) else _NONE
+
+
+def names_with_dtype(function: Function, param: str) -> frozenset[str]:
+    """A parameter and the variables made from it, all of whose assignments keep its dtype; empty if it is cast in place."""
+    bound: dict[str, list[ast.expr | None]] = {param: []}
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            bound.setdefault(node.targets[0].id, []).append(node.value)
+    assigned = {
+        id(t) for n in ast.walk(function.node) if isinstance(n, ast.Assign) and len(n.targets) == 1 for t in n.targets
+    }
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Name) and not _is_load(node) and id(node) not in assigned:
+            bound.setdefault(node.id, []).append(None)  # of a loop, a tuple or `x += y`
+    names = frozenset(bound)
+    while True:
+        same = frozenset(n for n in names if all(v is not None and has_dtype_of(v, names) for v in bound[n]))
+        if same == names or param not in same:
+            return same if param in same else _NONE
+        names = same
+
+
+def has_dtype_of(node: ast.expr, names: frozenset[str]) -> bool:
+    """Whether a value outside autocast has the dtype of these variables: shapes, parts, arithmetic among them and with numbers."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Subscript):
+        return has_dtype_of(node.value, names)
+    if isinstance(node, ast.BinOp):
+        sides = [side for side in (node.left, node.right) if not isinstance(constant(side), (int, float))]
+        return bool(sides) and all(has_dtype_of(side, names) for side in sides)
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or node.func.attr not in _KEEPS | RAISED
+    ):
+        return False
+    is_torch = key_of(node.func.value) == "torch"
+    inner = argument(node, 0, "input") if is_torch else node.func.value
+    return inner is not None and argument(node, None, "dtype") is None and has_dtype_of(inner, names)
 
 
 def _only_binding(outline: Outline, name: ast.Name, function: Function) -> Binding | None:

@@ -52,6 +52,7 @@ from halfstep.check.script.objects.layers import (
     created_adapters,
     defined_optimizers,
     is_created_low,
+    is_of_trained,
     model_of_every_parameter,
     optimizer_factories,
     plain_optimizers,
@@ -169,9 +170,8 @@ class Training:
         for call, function, key, formats in self._casts:
             parent = self.outline.parents.get(call)
             target = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
-            tested = any(is_true and "requires_grad" in text for text, is_true in conditions_of(self.outline, call))
             model = model_of_every_parameter(self.outline, call) if self.adapters == "no" else ""
-            tested |= bool(model) and not _ASIDE.search(model.lower())
+            tested = is_of_trained(self.outline, call) or (bool(model) and not _ASIDE.search(model.lower()))
             is_training = not _ASIDE.search(function.name.lower()) or "train" in function.name.lower()
             is_parameter = target.endswith(".data") and key in {target, target[:-5]}
             if formats & SIXTEEN_BIT and is_parameter and tested and is_training:

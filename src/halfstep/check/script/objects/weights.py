@@ -198,7 +198,9 @@ def _flow_of_call(
 ) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
     outline = lineage.outline
     func = call.func
-    last = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    last = last_name_of(func)
+    target = outline.call_target(call, function)
+    is_own = target is not None and target.name != "__init__" and any(True for _ in returned_by(target))
     formats = cast_formats(outline, call, function)
     if formats:
         if formats != {UNKNOWN}:
@@ -207,25 +209,23 @@ def _flow_of_call(
         yield func.value, function, index, name
     elif isinstance(func, ast.Attribute) and last in _SAME_MODEL and key_of(func) not in outline.names.table:
         yield func.value, function, index, name
-    elif last in _WRAPPERS and len(call.args) > (index or 0):
+    elif last in _WRAPPERS and not is_own and len(call.args) > (index or 0):
         if last == "deepcopy" and key_of(call.args[0]):
             lineage.copied[place_of(outline, key_of(call.args[0]), function)] = call
         yield call.args[index or 0], function, None, name
-    elif last in _WRAPPERS and call.keywords:
+    elif last in _WRAPPERS and not is_own and call.keywords:
         yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})
     elif last in _LOADS:
         _add_load(lineage, call, function, name)
         if call.args and "Peft" in text_of(func) and (lineage.is_adapted or is_merged(outline, call, function)):
             yield call.args[0], function, None, name  # `PeftModel.from_pretrained(model, path)`
+    elif target is not None and target.name != "__init__":
+        yield from ((value, target, index, name) for value in returned_by(target))
     else:
-        target = outline.call_target(call, function)
-        if target is not None and target.name != "__init__":
-            yield from ((value, target, index, name) for value in returned_by(target))
-        else:
-            lineage.creations.append(Creation(call, function))
-            yield from ((part, scope, None, key_of(part)) for part, scope in parts_of(outline, call, function, target))
-            _add_constructor(lineage, call, function, name)
-            _add_layers(lineage, call, function, target, name)
+        lineage.creations.append(Creation(call, function))
+        yield from ((part, scope, None, key_of(part)) for part, scope in parts_of(outline, call, function, target))
+        _add_constructor(lineage, call, function, name)
+        _add_layers(lineage, call, function, target, name)
 
 
 def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
