@@ -14,6 +14,7 @@ imports only from the lines after it:
     select                      selectors: codes, prefixes, names, severities
     registry                    rules by group, loaded on first use
     rules/                      one class per rule: script/, weights/, frameworks/, config/, hardware, advisories
+    simulation/                 scripts run on symbolic values: what their scalers and optimizers go through
     fixes/                      where a script can be edited, with which names, for which optimizer
     config/                     facts about configurations: JSON, YAML, dictionaries and calls in scripts
     script/                     facts about Python: names, values, training loops as traces of events

@@ -11,13 +11,9 @@ from halfstep.check.simulation.values import Negated, Tensor, Test, Unknown, is_
 
 __all__ = ["Decisions"]
 
-_OPPOSITE = {"<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _RARE = regex(r"resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_")
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
-WINDOWS = (
-    2,
-    1,
-)  # micro-batches of a window, where the text does not decide it  # micro-batches of a window, where the text does not decide it
+WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 
 
 class Decisions(Run):
@@ -46,12 +42,13 @@ class Decisions(Run):
     def _decide_test(self, test: Test, default: int) -> bool:
         question = test.question
         if question not in self.path.answers:
-            implied = self._implied(test)
+            implied = self.bounds.implied(test)
             if implied is not None:
                 return implied
             if test.operator == "is" and test.other is None and self.path.answers.get(test.key) == 0:
                 return False
         holds = self.path.choose(question, 2, 1 if _RARE.search(question) else default) == 0
+        self.bounds.learn(test, holds=holds)
         if holds and test.operator in {"==", "is"}:
             self.bindings[test.key] = test.other
             self._note_absent(test.key, absent=test.other is None)
@@ -61,12 +58,6 @@ class Decisions(Run):
         """A caller that passes no scaler may train in float32, which the region of this run does not show."""
         if absent and "scaler" in key:
             self.gradients.may_lack_scaler = True
-
-    def _implied(self, test: Test) -> bool | None:
-        """What an earlier answer about the same value says."""
-        opposite = _OPPOSITE.get(test.operator)
-        answer = self.path.answers.get(f"{test.key} {opposite} {test.other!r}") if opposite else None
-        return None if answer is None else answer == 1
 
     def resolved(self, value: Any) -> Any:
         """The value that this run has decided on."""
@@ -85,7 +76,7 @@ class Decisions(Run):
 
     def window(self, value: Unknown) -> int:
         """The number of micro-batches that this run assumes for an unknown window."""
-        allowed = [n for n in WINDOWS if self._agrees(value.key, n)] or [WINDOWS[0]]
+        allowed = [n for n in WINDOWS if self.bounds.allows(value.key, n)] or [WINDOWS[0]]
         chosen = allowed[min(self.path.choose(f"{value.key} % window", len(allowed)), len(allowed) - 1)]
         self.bindings[value.key] = chosen
         return chosen
@@ -96,14 +87,6 @@ class Decisions(Run):
             self.bindings[value.key] = 0
             return 0
         return value
-
-    def _agrees(self, key: str, number: int) -> bool:
-        for sign in ("<", ">", "<=", ">=", "=="):
-            for other in (0, 1, 2):
-                answer = self.path.answers.get(f"{key} {sign} {other!r}")
-                if answer is not None and (answer == 0) != _compare(sign, number, other):
-                    return False
-        return self.path.answers.get(key) != 1  # 0 is false
 
 
 def _compare(sign: str, left: Any, right: Any) -> bool:

@@ -23,11 +23,11 @@ from halfstep.check.simulation.values import (
     unknown,
 )
 
-__all__ = ["Foreign"]
+__all__ = ["HARMLESS", "Foreign"]
 
 _OPTIMIZER = regex(r"(^|_)(opt|optim|optimizer|optimiser)(s|_\w+|\d*)?$|^opt[A-Z]|[Oo]ptimi[sz]er")
 _SCALER = regex(r"scaler")
-_HARMLESS = regex(
+HARMLESS = regex(
     r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
 )
 _TRAINS = regex(r"backward|step|optimi|scaler|update|train|fit|grad|scale_loss|learn")
@@ -42,6 +42,8 @@ class Foreign(Decisions):
         name = key.rpartition(".")[2]
         every = [*args, *kwargs.values()]
         self.hand_over(name, every)
+        if any(isinstance(a, Scaler) for a in every):  # what it gives may use it
+            return Unknown(self.path.fresh("object"))
         if any(self.models_in(a) for a in every) and self._creates_optimizer(key, node):
             return self.optimizer(name, every, node)
         if self.names_object(target := self.target_of(node)):
@@ -68,7 +70,7 @@ class Foreign(Decisions):
 
     def hand_over(self, name: str, values: list[Any]) -> None:
         """Code of another file gets these values."""
-        if _HARMLESS.search(name.lower()) and "backward" not in name:
+        if HARMLESS.search(name.lower()) and "backward" not in name:
             return
         for value in values:
             if isinstance(value, Optimizer):

@@ -149,7 +149,7 @@ class Gradients:
     def update(self, scaler: Scaler, node: ast.AST) -> None:
         """`scaler.update()` of an enabled scaler."""
         name = scaler.key
-        if not scaler.checked and scaler.is_sure and self.is_sure:
+        if not scaler.checked and scaler.is_sure and self.is_sure and self.backwards:
             waiting = any(self._parts(o) for o in self.optimizers) or (self.backwards and not self.optimizers)
             self._add("HS107" if waiting else "HS115", node, f"`{name}.update()` can run without a `step` before it: it raises AssertionError, because no gradients were checked for inf", f"call {name}.update() only after {name}.step")  # fmt: skip
         scaler.version += 1

@@ -131,6 +131,8 @@ class Libraries(Decisions):
         is_own = not full.startswith(("torch", "numpy", "math", "os", "random", "time", "json", "wandb", "copy"))
         if is_own:
             self.hand_over(last, every)
+            if any(isinstance(a, Scaler) for a in every):  # what it gives may use it
+                return Unknown(self.path.fresh("object"))
             if any(isinstance(a, Params) for a in every) and last[:1].isupper() and "ema" not in last.lower():
                 return self.optimizer(last, every, node)
             if self.names_object(target := self.target_of(node)):

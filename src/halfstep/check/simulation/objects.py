@@ -8,6 +8,7 @@ from typing import Any
 
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.values import (
     UNKNOWN_TENSOR,
     Class,
@@ -26,9 +27,7 @@ from halfstep.check.simulation.values import (
 
 __all__ = ["Objects"]
 
-_HARMLESS = regex(
-    r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
-)
+_AMP = regex(r"^setting |(^|[._])(amp|fp16|half|mixed|autocast|precision)\w*$")
 _DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|size|shape|float|int|type|dim)$")
 _SAME_OBJECT = {
     "to",
@@ -103,7 +102,8 @@ class Objects(Decisions):
         if name in {"manual_backward", "backward_pass"}:
             self.gradients.lose()
             return None
-        self.hand_over(name, [*args, *kwargs.values()])
+        if not HARMLESS.search(name.lower()):  # a hook, or a method of an unknown base class
+            self.gradients.lose()
         return self.forward(base.key, args) if name.startswith("forward") else Unknown(self.path.fresh(name))
 
     def _call_tensor(self, base: Tensor, name: str, args: list[Any], node: ast.Call) -> Any:
@@ -133,7 +133,7 @@ class Objects(Decisions):
         if name == "zero_grad":
             self.gradients.clear(frozenset({base.key}))
             return None
-        if name in {"step", "update"} and (args or not _HARMLESS.search(base.key.lower())):
+        if name in {"step", "update"} and (args or not HARMLESS.search(base.key.lower())):
             if "engine" in base.key or "model" in base.key:
                 self.gradients.lose()
             is_loss = any(isinstance(a, Tensor) for a in every)
@@ -166,7 +166,11 @@ class Objects(Decisions):
         return Unknown(self.path.fresh(name))
 
     def _is_on(self, scaler: Scaler) -> bool:
-        """Whether a scaler is enabled; without CUDA, one for CUDA disables itself."""
+        """Whether a scaler is enabled; without CUDA, one for CUDA disables itself, and one of another file may be off with AMP."""
+        if scaler.node is None and any(
+            _AMP.search(question) and option for question, option in self.path.answers.items()
+        ):
+            return False
         has_cuda = self.path.answers.get("torch.cuda.is_available()") != 1
         return (has_cuda or not scaler.is_for_cuda) and self.truth(scaler.enabled)
 
@@ -178,8 +182,8 @@ class Objects(Decisions):
         if is_on:
             self.gradients.scale(scaler, tensor)
             return dataclasses.replace(tensor, scaler=scaler, version=scaler.version)
-        # Whether the region is on then is another setting's answer, unless both are written out.
-        return tensor if scaler.enabled is False else dataclasses.replace(tensor, formats=tensor.formats | {""})
+        # Whether the region is on then is another setting's answer.
+        return dataclasses.replace(tensor, formats=tensor.formats | {""})
 
     def call_optimizer(self, optimizer: Optimizer, name: str, args: list[Any], node: ast.Call) -> Any:
         """A method of an optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import operator
 from typing import Any
 
@@ -21,6 +22,7 @@ _SYMBOLS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip  # fmt: skip
+SCALE = 16  # a larger factor of a loss is no weight of a term
 MAX_NUMBER = 2**63
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
@@ -52,7 +54,9 @@ class Operators(Decisions):
             left = self.counter(left)
             right = self.window(right) if isinstance(left, int | float) and isinstance(right, Unknown) else right
         if isinstance(left, Tensor) or isinstance(right, Tensor):
-            return combined(left, right)
+            result = combined(left, right)
+            is_scaled = isinstance(node.op, ast.Mult) and any(map(_may_scale, (left, right)))
+            return dataclasses.replace(result, formats=result.formats | {""}) if is_scaled else result
         if isinstance(left, Params) or isinstance(right, Params):
             return Params(frozenset().union(*(side.models for side in (left, right) if isinstance(side, Params))))
         if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
@@ -131,3 +135,8 @@ class Operators(Decisions):
 
 def _key(value: Any) -> str:
     return value.key if isinstance(value, Unknown) else repr(value)
+
+
+def _may_scale(value: Any) -> bool:
+    """Whether a factor may be a loss scale of the script's own."""
+    return (isinstance(value, int | float) and value >= SCALE) or (isinstance(value, Unknown) and "scale" in value.key)

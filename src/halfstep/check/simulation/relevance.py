@@ -146,13 +146,12 @@ class Relevance:
 
     @cache  # noqa: B019
     def scaler_attributes(self, cls: ast.ClassDef) -> dict[str, ast.AST]:
-        """The attributes that a class assigns a new scaler to, and where."""
+        """The attributes that a class's constructor assigns a new scaler to, and where."""
+        constructors = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         places: dict[str, ast.AST] = {}
-        for node in ast.walk(cls):
-            if isinstance(node, ast.Assign) and "GradScaler" in ast.unparse(node.value):
-                for target in node.targets:
-                    if isinstance(target, ast.Attribute):
-                        places.setdefault(target.attr, node)
+        for node in (n for c in constructors for n in ast.walk(c) if isinstance(n, ast.Assign)):
+            if "GradScaler" in ast.unparse(node.value):
+                places |= {t.attr: node for t in node.targets if isinstance(t, ast.Attribute)}
         return places
 
     def acts_now(self, statement: ast.stmt) -> bool:

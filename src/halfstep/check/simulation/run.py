@@ -18,6 +18,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from halfstep.check.simulation.bounds import Bounds
 from halfstep.check.simulation.gradients import Gradients
 from halfstep.check.simulation.paths import Path
 from halfstep.check.simulation.relevance import Relevance
@@ -34,6 +35,7 @@ class Run:
         self.gradients = Gradients(are_cleared=relevance.clears)
         self.regions: list[Autocast | NoGrad] = []
         self.active: list[ast.AST] = []  # functions that run
+        self.bounds = Bounds()
         self.bindings: dict[str, Any] = {}  # values of unknown keys that this run has decided on
         self.objects: dict[str, Any] = {}  # scalers and optimizers that another file created, by key
         self.roots: frozenset[ast.AST] = frozenset()  # functions that nothing in the script calls
