@@ -285,7 +285,7 @@ def test_right_scripts_are_silent(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["def f(): return f()\nf()", "while True: x = 1", "x = [i for i in range(10**9)]", "a = b = c = lambda: a()\na()", "match x:\n    case 1: y = 2", "class A(A): pass\nA()", "x = 3\nfor i in y:\n    x = x * x\nz = 'a' * 10**9\nlist(range(10**9))", "x = 1 / 0\ny = 'a' % 3\nz = (1 << 3) ** 2", "with open(p) as f, g() as (h, i): pass", "del q\nglobal r\nr = 3", "for x in []: pass\nelse: y = 1", "try:\n    raise E\nexcept E:\n    pass\nfinally:\n    x = 2", "async def f():\n    async with a as b:\n        await c\nf()", "x, *y = z\n(u := 3)", "x: int = 3\nx @= y", "print(f'{x!r:>{w}}', *a, **b)"],
+    ["def f(): return f()\nf()", "while True: x = 1", "x = [i for i in range(10**9)]", "a = b = c = lambda: a()\na()", "match x:\n    case 1: y = 2", "class A(A): pass\nA()", "x = 3\nfor i in y:\n    x = x * x\nz = 'a' * 10**9\nlist(range(10**9))", "x = 1 / 0\ny = 'a' % 3\nz = (1 << 3) ** 2", "with open(p) as f, g() as (h, i): pass", "del q\nglobal r\nr = 3", "for x in []: pass\nelse: y = 1", "try:\n    raise E\nexcept E:\n    pass\nfinally:\n    x = 2", "async def f():\n    async with a as b:\n        await c\nf()", "x, *y = z\n(u := 3)", "return 3", "break", "x: int = 3\nx @= y", "print(f'{x!r:>{w}}', *a, **b)"],
 )  # fmt: skip
 def test_any_statement_can_be_run(text):
     """No form of Python makes a run fail, or go on for ever."""

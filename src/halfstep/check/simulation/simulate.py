@@ -18,6 +18,7 @@ from halfstep.check.simulation.library import Stopped
 from halfstep.check.simulation.paths import Exhausted, Search
 from halfstep.check.simulation.relevance import Relevance
 from halfstep.check.simulation.simulation import Simulation
+from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import Class, Env, Func, Instance
 
 __all__ = ["mishaps", "trains"]
@@ -69,7 +70,7 @@ def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list
         else:
             run.run([s for s in tree.body if isinstance(s, _DEFINES) and not run.relevance.acts_now(s)], module)
             _call_root(run, module, root)
-    except (Exhausted, Raised, Stopped):
+    except (Exhausted, Left, Raised, Stopped):  # a `return` outside a function ends a run too
         pass
     return run.gradients.mishaps
 
