@@ -69,6 +69,7 @@ class Autocast:
     devices: frozenset[str]  # "cuda", "cpu", ...; "?": unknown
     dtypes: frozenset[str]
     enabled: str  # "yes", "no", or the text of the flag
+    function: Function  # where it is created
     dtype_node: ast.expr | None = None  # the dtype as written; None: the default of the device
 
     @property
@@ -170,7 +171,7 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
     if hidden and enabled_node is None:
         enabled = UNKNOWN
     where = Place("", call.lineno, call.col_offset + 1)
-    return Autocast(call, where, api, devices, dtypes, enabled, dtype_node)
+    return Autocast(call, where, api, devices, dtypes, enabled, function, dtype_node)
 
 
 def _without_none(outline: Outline, node: ast.expr, function: Function) -> frozenset[str]:
