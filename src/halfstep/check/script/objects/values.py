@@ -22,6 +22,7 @@ from halfstep.check.script.objects.choices import (
     devices_of,
     dtypes_of,
     keyed_values,
+    pairs_of,
     text_of,
 )
 from halfstep.check.script.syntax.excluded import is_never_equal
@@ -161,11 +162,10 @@ def _set_later(outline: Outline, name: str, key: str, function: Function, line: 
 
 def _table(node: ast.expr) -> dict[str, ast.expr] | None:
     """The entries of a dictionary with plain keys; None for anything else."""
-    if isinstance(node, ast.Call) and text_of(node.func) == "dict" and not node.args:
-        return {str(k.arg): k.value for k in node.keywords} if all(k.arg for k in node.keywords) else None
-    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+    pairs = pairs_of(node)
+    if pairs is None or not all(isinstance(constant(key), str) for key, _ in pairs):
         return None
-    return {str(constant(key)): value for key, value in zip(node.keys, node.values, strict=True)}
+    return {str(constant(key)): value for key, value in pairs}
 
 
 def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Function) -> Autocast:
@@ -210,9 +210,8 @@ def _leaves(outline: Outline, node: ast.expr, function: Function, depth: int = 4
         sources = outline.sources(key_of(node), function)
     else:
         target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
-        inside = ast.walk(target.node) if target is not None else ()
-        returned = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
-        sources = [(value, target) for value in returned if target is not None]
+        returns = [n for n in ast.walk(target.node) if isinstance(n, ast.Return)] if target is not None else []
+        sources = [(n.value, target) for n in returns if n.value is not None and target is not None]
     if depth == 0 or not sources:
         return [(node, function)]
     return [leaf for value, scope in sources for leaf in _leaves(outline, value, scope, depth - 1)]
@@ -227,6 +226,7 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
             *autocasts_of(outline, node.body, function, depth - 1),
             *autocasts_of(outline, node.orelse, function, depth - 1),
         ]
+        both = [a for a in both if a.enabled != "no"] or both  # `autocast() if amp else autocast(enabled=False)`
         return [_under(a, text_of(node.test)) for a in both]
     if isinstance(node, ast.Lambda):
         return autocasts_of(outline, node.body, function, depth - 1)
