@@ -88,6 +88,7 @@ for x in loader:
         (PER_OPTIMIZER.format(target="i in range(2)", optimizer="opts[i]", update="scaler.update()"), "HS108"),
         (loop(end="scaler.step(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"), "HS114"),
         (loop(end="scaler.step(optimizer)\n    scaler.update()\n    if amp: scaler.update()"), "HS114"),
+        (loop("scaler.step(optimizer)", "try: log()", "except OSError: scaler.step(optimizer)"), "HS114"),
         (loop("loss2 = model(x)", "scaler.step(optimizer)", "scaler.scale(loss2).backward()"), "HS114"),
     ],
 )
@@ -128,6 +129,7 @@ def test_a_mistake_on_one_path_is_reported(text, code):
             "        scaler.step", "        scaler.scale(model(x)).backward()\n        scaler.step"
         ),
         loop("if a: scaler.step(optimizer)", end="else: scaler.step(optimizer)\n    scaler.update()"),
+        loop("try: scaler.step(optimizer)", "except RuntimeError: scaler.step(optimizer)", end="scaler.update()"),
     ],
 )
 def test_paths_that_exclude_each_other_are_silent(text):

@@ -281,6 +281,9 @@ WINDOW_PARTS = {
     [
         ({}, [9]),
         ({"length": "max(round(nbs / batch_size), 1)"}, []),  # YOLO sums over the batch
+        ({"length": "max(round(nbs / batch_size), 1)", "test": "loss = loss.mean()"}, [9]),
+        ({"length": "max(round(nbs / batch_size), 1)", "test": "part_loss = part.mean(); loss = 2 * part_loss"}, [9]),
+        ({"length": "max(round(nbs / batch_size), 1)", "test": "seen = hits.mean()"}, []),
         ({"length": "min(accumulation_steps, rest)"}, [9]),
         ({"advance": "for o in optimizers: o.step()"}, [9]),
         ({"advance": "for o in optimizers: o.step()", "loss": "model(next(batches)) / accum"}, []),

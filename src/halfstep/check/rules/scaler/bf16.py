@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
@@ -17,9 +17,9 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, text_of
+from halfstep.check.script.scaling.device_tests import Test, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -143,16 +143,9 @@ class ScalerWithBf16(ScriptRule):
             return
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
         for scaler in script.scalers:
-            values = [
-                value
-                for region in regions
-                for value in script.outline.values(text_of(region.dtype_node), scaler.function)
-            ]
-            flags = [text_of(v.test) for v in values if isinstance(v, ast.IfExp)]
-            is_low = flags and len(flags) == len(values) and all(flag == scaler.enabled for flag in flags)
             creation = _creation(script, scaler)
             is_always = scaler.enabled == "yes" and creation is not None and not any(map(is_amp, creation.guards))
-            is_low = is_low or is_always
+            is_low = is_always or all(_is_low_with(script, region, scaler) for region in regions)
             if is_low and scaler.key.rsplit(".", 1)[-1] in stepped:
                 yield scaler
 
@@ -164,7 +157,7 @@ class ScalerWithBf16(ScriptRule):
         either = [
             a
             for a in chosen
-            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or _is_documented(script, a)
+            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or _is_documented(a)
         ]
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
         if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
@@ -241,6 +234,28 @@ class ScalerWithBf16(ScriptRule):
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
 
 
+def _is_low_with(script: Script, region: Autocast, scaler: Scaler) -> bool:
+    """Whether the flag of a scaler is what chooses bfloat16, not float32, for a region; elsewhere than on a device it may be off."""
+    outline, node = script.outline, region.dtype_node
+    if node is None:
+        return False
+    choices = outline.values(key_of(node), region.function) if key_of(node) else [node]
+    wanted = _switches(tests_of(script, scaler))
+    asked = []
+    for choice in choices:
+        if isinstance(choice, ast.IfExp):
+            is_body = _names_bf16(script, choice.body)
+            asked.append(_switches(parts_of(script, choice.test, region.function, is_true=is_body)))
+        elif _names_bf16(script, choice):
+            asked.append(_switches(tests_of_guards(script, conditions_of(outline, choice), region.function)))
+    return bool(asked) and all(tests and tests <= wanted for tests in asked)
+
+
+def _switches(tests: Iterable[Test]) -> set[tuple[str, bool]]:
+    """The tests that are not of the device."""
+    return {(text_of(test), is_true) for test, is_true in tests if not _ON_CUDA.search(text_of(test))}
+
+
 def _only_switch(script: Script) -> str:
     """The flag that enables every region of a file, all with bfloat16 written out: whatever it is called, it means bfloat16."""
     regions = [a for a in script.autocasts if a.enabled != "no"]
@@ -252,7 +267,7 @@ def _only_switch(script: Script) -> str:
 def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
     """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
     outline, node = script.outline, region.dtype_node
-    function = _function_of(script, region) or scaler.function
+    function = region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
     tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
     if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
@@ -263,15 +278,10 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
 
 
-def _function_of(script: Script, region: Autocast) -> Function | None:
-    sites = script.outline.library_calls.get(region.api, ())
-    return next((function for call, function in sites if call is region.node), None)
-
-
-def _is_documented(script: Script, region: Autocast) -> bool:
+def _is_documented(region: Autocast) -> bool:
     """Whether the dtype of a region is a parameter that other files pass, for which its docstring lists bfloat16 and float16."""
-    function, name = _function_of(script, region), key_of(region.dtype_node) if region.dtype_node is not None else ""
-    if function is None or name not in function.params or UNKNOWN not in region.dtypes:
+    function, name = region.function, key_of(region.dtype_node) if region.dtype_node is not None else ""
+    if name not in function.params or UNKNOWN not in region.dtypes:
         return False
     node = function.node
     text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None

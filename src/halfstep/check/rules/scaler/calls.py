@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import TraceRule, function_around, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
@@ -19,7 +19,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS, is_data_scaler
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "framework_precisions", "on_another_path"]
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _TRAIN = """\
@@ -279,7 +279,7 @@ class ScalerWithFramework(TraceRule):
         twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
         if event.kind == "scale" and not (twice and script.has("owned_backward")):
             return None
-        scales, stops = self._conflict(script, event)
+        scales, stops = self._conflict(script, trace, event)
         if not (scales or stops) or switched_off(script, event) or without_amp(event):
             return None
         scalers = scalers_at(script, event)
@@ -299,9 +299,10 @@ class ScalerWithFramework(TraceRule):
         )
 
     @staticmethod
-    def _conflict(script: Script, event: Event) -> tuple[str, str]:
+    def _conflict(script: Script, trace: Trace, event: Event) -> tuple[str, str]:
         """Whether the framework scales (always, maybe), and the Accelerator that only steps through DeepSpeed's engine."""
         engines = [engine for engine in engines_of(script) if not _of_another_class(script, engine, event)]
+        engines = [engine for engine in engines if not on_another_path(script, trace, engine, event)]
         precisions = {engine.precision for engine in engines}
         scales = "always" if precisions == {"fp16"} else "maybe" if precisions == {"?"} else ""
         deepspeed = [e.key for e in engines if e.plugin == "deepspeed" and e.library == ACCELERATE]
@@ -316,6 +317,15 @@ def _of_another_class(script: Script, engine: Engine, event: Event) -> bool:
     if engine.function is not None and engine.key.startswith("self.") and engine.function.cls:
         owners.add(engine.function.cls)
     return event.scaler.startswith("self.") and bool(owners) and event.function.cls not in {"", *owners}
+
+
+def on_another_path(script: Script, trace: Trace, engine: Engine, event: Event) -> bool:
+    """Whether only a function that is called instead of the scaler's creates the engine: one loop with the library, one without."""
+    if engine.function is None or engine.function.parent is None:
+        return False
+    around = {event.function.node, *(function_around(script, root) for root in event.roots)}
+    owned = [e for e in trace if e.kind == "owned_backward" and e.local.subject == engine.key]
+    return engine.function.node not in around and bool(owned) and not any(compatible(e, event) for e in owned)
 
 
 class UpdateWithInt(TraceRule):

@@ -22,6 +22,7 @@ from halfstep.check.script.flow.divisions import (
     divided_by,
     divides_gradients,
     is_divided,
+    is_nominal,
     is_on_other_path,
     joins_cached,
     misses_window,
@@ -59,8 +60,6 @@ _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end=
 _COUNTS = regex(r"\blen\b|num_|n_|_size|samples|\bstep\b|steps|iters|epochs|batches|total", re.IGNORECASE)
 _LOSS = regex(r"loss|err|grad(?!\w*acc)|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
 _LOSS_NAME = regex(r"^[\w.]*\b(scaled_|micro_|total_|backward_)?loss(es)?$|factor|scale|weight", re.IGNORECASE)
-# `round(nbs / batch_size)`: the nominal batch size of YOLO, whose loss is a sum over the batch.
-_NOMINAL = regex(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
 _NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _GRADIENT = regex(r"grads?(?![a-z_])")  # not `grad_accum_steps`
 _ENTRY = regex(r"\[['\"](\w+)['\"]\]$")  # `config["steps"]`
@@ -121,7 +120,11 @@ class LossNotDivided(TraceRule):
         if length == "self.trainer.accumulate_grad_batches":
             return None  # 1: Lightning raises for any other number with manual optimization
         last = entry[1] if (entry := _ENTRY.search(length)) else length.rsplit(".", 1)[-1]
-        if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(script, trace, event, window):
+        if (
+            last in {"0", "1"}
+            or is_nominal(script, last, self._behind(script, event), event)
+            or not self._cleared_after(script, trace, event, window)
+        ):
             return None
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
@@ -283,14 +286,6 @@ class LossNotDivided(TraceRule):
             bound = [b for name in names - {"self"} for b in bindings_before(script, name, event)[:MAX_BINDINGS]]
             names |= {name for b in bound if b.value is not None for name in names_in(b.value)}
         return names
-
-    @staticmethod
-    def _nominal(script: Script, window: str) -> bool:
-        """Whether the number of micro-batches is computed from batch sizes, with losses summed over a batch, as in YOLO."""
-        values = [
-            b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs
-        ]
-        return any(_NOMINAL.search(text_of(value)) for value in values if value is not None)
 
     def _weighted(self, script: Script, event: Event, length: str) -> bool:
         """Whether the loss is divided by something other than a constant, under any name."""

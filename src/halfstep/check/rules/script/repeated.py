@@ -19,6 +19,7 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.handlers import caught_block
 from halfstep.check.script.syntax.names import is_one
 
 __all__ = ["RULES"]
@@ -95,6 +96,8 @@ class StepRepeated(TraceRule):
             return None
         if _has_arguments(before) or rebound_between(script, before, event):
             return None
+        if before.node in caught_block(event.node, script.above(event.node)):
+            return None  # the first of the two raised
         if event.kind == "opt_step":
             if not implied(before, event):
                 return None

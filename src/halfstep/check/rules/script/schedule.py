@@ -11,6 +11,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
+from halfstep.check.rules.scaler.calls import on_another_path
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
     TraceRule,
@@ -273,7 +274,7 @@ class SchedulerIgnoresSkips(TraceRule):
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
         if not self._counts(script, event) or reads_scale(script):
             return None
-        if engines_of(script):
+        if any(not on_another_path(script, trace, engine, event) for engine in engines_of(script)):
             return self._unprepared(script, trace, index)
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]

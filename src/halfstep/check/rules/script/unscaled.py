@@ -25,19 +25,20 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.origin import comes_from_call, region_of_loss, regions_in_model
-from halfstep.check.script.flow.scaler_condition import (
-    is_always_float16,
-    is_chosen_elsewhere,
-    is_other_switch,
-    is_wider,
-    omitted_float16,
-)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, loop_class
 from halfstep.check.script.objects.modules import is_on, is_on_by_default
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
+from halfstep.check.script.scaling.mps import omitted_on_mps, works_on_cuda_only
+from halfstep.check.script.scaling.scaler_condition import (
+    is_always_float16,
+    is_chosen_elsewhere,
+    is_other_switch,
+    is_wider,
+    omitted_float16,
+)
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -204,9 +205,12 @@ class Fp16WithoutScaler(TraceRule):
         """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
         event = trace[index]
         scalers = scalers_at(script, event)
-        opened = region_of_loss(script, trace, index) if scalers else None
-        case = omitted_float16(script, scalers, opened) if opened is not None else None
-        if opened is None or case is None:
+        is_conditional = bool(scalers) or works_on_cuda_only(script, event, scalers)
+        opened = region_of_loss(script, trace, index) if is_conditional else None
+        if opened is None:
+            return None
+        case = omitted_float16(script, scalers, opened) or omitted_on_mps(script, trace, index, scalers, opened)
+        if case is None:
             return None
         return self.finding(
             script.where(case.node),

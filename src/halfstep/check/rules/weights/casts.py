@@ -13,7 +13,6 @@ from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, r
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
-from halfstep.check.script.flow.scaler_condition import spares_half_weights
 from halfstep.check.script.objects.adapters import adapted_casts
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
@@ -23,6 +22,7 @@ from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_shar
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Lineage, casts_in, conditions_of
+from halfstep.check.script.scaling.scaler_condition import spares_half_weights
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline

@@ -14,12 +14,12 @@ from halfstep.check.rules.weights.casts import trained_casts
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import is_amp, scalers_at
-from halfstep.check.script.flow.scaler_condition import spares_half_weights
 from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
+from halfstep.check.script.scaling.scaler_condition import spares_half_weights
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 

@@ -33,6 +33,7 @@ __all__ = [
     "divides_gradients",
     "is_divided",
     "is_divided_by_value",
+    "is_nominal",
     "is_on_other_path",
     "is_own_mean",
     "joins_cached",
@@ -52,6 +53,8 @@ _ABOVE_ONE = regex(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
 _RESCALES = regex(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
 _GRADIENTS = regex(r"grad(?!\w*acc)")  # not `gradient_accumulation_steps *= world_size`
 
+# `round(nbs / batch_size)`: the nominal batch size of YOLO, whose loss is a sum over the batch.
+_NOMINAL = regex(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
 _SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _COEFFICIENT = regex(r"(^|[._])\w*(coef|beta|lambda|alpha)\w*$", re.IGNORECASE)
@@ -241,6 +244,20 @@ def averages(value: ast.expr) -> bool:
     if isinstance(value, ast.Call):
         return bool(_MEAN.search(text_of(value.func)))
     return isinstance(value, ast.Attribute) and value.attr == "loss"
+
+
+def is_nominal(script: Script, window: str, losses: set[str], event: Event) -> bool:
+    """Whether a number of micro-batches is computed from batch sizes, with losses summed over a batch, as in YOLO."""
+    values = [b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs]
+    is_computed = any(_NOMINAL.search(text_of(value)) for value in values if value is not None)
+    return is_computed and not any(_has_mean(script, name, event) for name in losses)
+
+
+def _has_mean(script: Script, name: str, event: Event) -> bool:
+    """Whether a variable is a loss that is averaged before a backward: `loss_a = loss_a.mean()`."""
+    bound = bindings_before(script, name, event) if "loss" in name.lower() else []
+    calls = [b.value for b in bound if isinstance(b.value, ast.Call) and isinstance(b.value.func, ast.Attribute)]
+    return any(call.func.attr == "mean" and not call.args for call in calls if isinstance(call.func, ast.Attribute))
 
 
 def is_own_mean(quotient: ast.BinOp) -> bool:

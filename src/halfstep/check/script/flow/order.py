@@ -376,6 +376,9 @@ def scalers_at(script: Script, event: Event) -> list[Scaler]:
         if scaler is not None:
             return [scaler]
     named = script.scalers_named(event.scaler)
+    if not named and event.scaler.isidentifier():  # `scaler = self.grad_scaler`
+        values = script.outline.values(event.scaler, function)
+        named = [s for s in script.scalers if any(s.node is value for value in values)]
     # A local variable is the one of its function, however many functions have a variable of that name.
     own = [s for s in named if s.function is function and s.key == event.scaler] if function.parent is not None else []
     return own or named

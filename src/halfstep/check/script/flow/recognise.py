@@ -14,7 +14,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
-from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, models_by_use, run_by_call
+from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, models_by_use, owners_of_models, run_by_call
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -78,6 +78,7 @@ class Recogniser:
         } - {""}
         self._data_scalers = data_scalers(outline) - self._scalers_by_use
         self._models_by_use = models_by_use(outline)
+        self._owners_of_models = owners_of_models(outline)
         # Objects with a `backward(loss)` of their own, such as the engine of DeepSpeed.
         self._engines = {
             _last(key_of(call.func.value))
@@ -217,7 +218,8 @@ class Recogniser:
             # With the scaler it may also run backward: `sequential_forward(model, x, scaler)`.
             return self._passed_scaler(call, function) or Action("forward", subject=run)
         runs = _FORWARD.search(_last(key)) or OWN_LOSS.search(_last(key))
-        if owner and self._is_model(owner) and runs and arguments_of(call) and not name:
+        is_owner = self._is_model(owner) or _last(owner) in self._owners_of_models
+        if owner and is_owner and runs and arguments_of(call) and not name:
             return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
 

@@ -31,6 +31,7 @@ __all__ = [
     "is_configuration",
     "is_float32_on_cpu",
     "keyed_values",
+    "pairs_of",
     "strings_of",
     "text_of",
 ]
@@ -323,7 +324,7 @@ def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int)
     else:
         return None
     tables = outline.values(key_of(table), function) if key_of(table) else [table]
-    entries = _pairs(tables[0]) if len(tables) == 1 else None
+    entries = pairs_of(tables[0]) if len(tables) == 1 else None
     if entries is None:
         return None
     strings = strings_of(outline, index, function)
@@ -333,7 +334,7 @@ def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int)
     return frozenset().union(*parts) if parts else _NOTHING
 
 
-def _pairs(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:
+def pairs_of(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:
     """The entries of `{...}` or `dict(...)`; None for anything else."""
     if isinstance(table, ast.Dict):
         return list(zip(table.keys, table.values, strict=True))

@@ -28,6 +28,7 @@ __all__ = [
     "is_on_by_default",
     "is_part",
     "models_by_use",
+    "owners_of_models",
     "region_left_open",
     "regions_in_forward",
     "run_by_call",
@@ -45,13 +46,13 @@ WRAPS = {
 }
 
 OWN_LOSS = regex(r"^(train|training|val|validation)_loss$")  # a method of a model that runs it
-# Functions of other files that run the model they are passed, with its position and its name: those of MONAI, `forward_pass(model, x)`.
+# Functions of other files that run the model they are passed, with its position and its name: those of MONAI, `forward_in_tiles(model, x)`.
 _WINDOW = "sliding_window_inference"
 _INFERER = regex(r"(^|_)inferer(_\w+)?$|Inferer$")
 _RUNS = (
     (regex(f"^{_WINDOW}$"), 3, "predictor"),
     (_INFERER, 1, "network"),
-    (regex(r"(^|_)forward(_pass|_step|_model)?$"), 0, "model"),
+    (regex(r"(^|_)forward(_\w+)?$"), 0, "model"),
 )
 # The model inside a wrapper, and the part of one that computes its output.
 _PARTS = {"module", "ema", "transformer", "backbone", "encoder", "decoder", "unet"}
@@ -85,6 +86,17 @@ def models_by_use(outline: Outline) -> set[str]:
         if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
     }
     return _wrapped_variables(outline) | used - {"", "self"}
+
+
+def owners_of_models(outline: Outline) -> set[str]:
+    """The last names of the variables with a model that is switched to evaluation: `diffusion` of `diffusion.model.eval()`."""
+    used = {
+        key_of(call.func.value).rpartition(".")
+        for name in ("eval", "train")
+        for call, _ in outline.calls.get(name, ())
+        if isinstance(call.func, ast.Attribute) and not call.args
+    }
+    return {owner.rpartition(".")[2] for owner, _, last in used if last in {"model", "net", "network"}} - {"", "self"}
 
 
 def _wrapped_variables(outline: Outline) -> set[str]:

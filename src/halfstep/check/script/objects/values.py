@@ -22,6 +22,7 @@ from halfstep.check.script.objects.choices import (
     devices_of,
     dtypes_of,
     keyed_values,
+    pairs_of,
     text_of,
 )
 from halfstep.check.script.syntax.excluded import is_never_equal
@@ -69,6 +70,7 @@ class Autocast:
     devices: frozenset[str]  # "cuda", "cpu", ...; "?": unknown
     dtypes: frozenset[str]
     enabled: str  # "yes", "no", or the text of the flag
+    function: Function  # where it is created
     dtype_node: ast.expr | None = None  # the dtype as written; None: the default of the device
 
     @property
@@ -114,24 +116,23 @@ def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
     """A call with its `**options` expanded, if a dictionary of this file shows what they are."""
     keywords: list[ast.keyword] = []
     for keyword in call.keywords:
-        keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function)
+        keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function, call.lineno)
     return ast.copy_location(ast.Call(call.func, call.args, keywords), call)
 
 
-def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
+def _entries(outline: Outline, options: ast.keyword, function: Function, line: int) -> list[ast.keyword]:
     """The keywords of `**options` on which all possible dictionaries (literal, assigned or returned) agree."""
     node = options.value
     name = key_of(node)
     if isinstance(node, ast.Call):
         target = outline.call_target(node, function)
         inside = ast.walk(target.node) if target is not None else ()
-        values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
-        if target is None and text_of(node.func) == "dict" and not node.args and all(k.arg for k in node.keywords):
-            return node.keywords
+        values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None] or [node]
     else:
         values = outline.values(name, function) if name else [node]
-    tables = [_table(value) for value in values[:MAX_VALUES]]
-    if not tables or not all(tables):
+    read = [_table(value) for value in values[:MAX_VALUES]]
+    tables = [table for table in read if table is not None]
+    if not tables or len(tables) < len(read):
         return [options]
     # `options["dtype"] = dtype`, perhaps under a condition, comes after the dictionary and before the call.
     added = {key for key in outline.bindings if key.startswith(f"{name}[")} if name else set()
@@ -140,14 +141,31 @@ def _entries(outline: Outline, options: ast.keyword, function: Function) -> list
         for key, value in tables[0].items()
         if all(text_of(table.get(key)) == text_of(value) for table in tables) and f"{name}[{key!r}]" not in added
     ]
-    return common if len(tables) == 1 and not added else [*common, options]
+    set_later = [_set_later(outline, name, key, function, line) for key in sorted(added)]
+    common += [keyword for keyword in set_later if keyword is not None]
+    return common if len(tables) == 1 and None not in set_later else [*common, options]
 
 
-def _table(node: ast.expr) -> dict[str, ast.expr]:
-    """The entries of a dictionary with plain keys; none for anything else."""
-    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
-        return {}
-    return {str(constant(key)): value for key, value in zip(node.keys, node.values, strict=True)}
+def _set_later(outline: Outline, name: str, key: str, function: Function, line: int) -> ast.keyword | None:
+    """The entry of the one line that adds a key before a call: always, or unless the value is None, which leaves the default."""
+    entry, bound = re.fullmatch(r"\['(\w+)'\]", key.removeprefix(name)), outline.bindings[key]
+    value = bound[0].value
+    if entry is None or value is None or len(bound) > 1 or bound[0].function is not function or value.lineno >= line:
+        return None
+    parent = outline.parents.get(outline.parents.get(value, value))
+    while isinstance(parent, ast.If):
+        if text_of(parent.test) not in {f"{text_of(value)} is not None", text_of(value)} or parent.orelse:
+            return None
+        parent = outline.parents.get(parent)
+    return ast.keyword(entry[1], value) if not isinstance(parent, (ast.Try, ast.ExceptHandler)) else None
+
+
+def _table(node: ast.expr) -> dict[str, ast.expr] | None:
+    """The entries of a dictionary with plain keys; None for anything else."""
+    pairs = pairs_of(node)
+    if pairs is None or not all(isinstance(constant(key), str) for key, _ in pairs):
+        return None
+    return {str(constant(key)): value for key, value in pairs}
 
 
 def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Function) -> Autocast:
@@ -170,19 +188,33 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
     if hidden and enabled_node is None:
         enabled = UNKNOWN
     where = Place("", call.lineno, call.col_offset + 1)
-    return Autocast(call, where, api, devices, dtypes, enabled, dtype_node)
+    return Autocast(call, where, api, devices, dtypes, enabled, function, dtype_node)
 
 
 def _without_none(outline: Outline, node: ast.expr, function: Function) -> frozenset[str]:
-    """The formats of a dtype; one that is float16 or None is float16, the default of CUDA, wherever the region is enabled."""
+    """The formats of a dtype; where it is float16 or None it is float16, the default of CUDA, wherever the region is enabled."""
     dtypes = dtypes_of(outline, node, function)
-    if dtypes != {"float16", UNKNOWN}:
+    if not {"float16", UNKNOWN} <= dtypes:
         return dtypes
-    values = outline.values(key_of(node), function) if key_of(node) else [node]
-    leaves = [leaf for v in values for leaf in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
-    known = [leaf for leaf in leaves if constant(leaf) is not None]
-    read = frozenset().union(*(dtypes_of(outline, leaf, function) for leaf in known)) if known else dtypes
+    leaves = _leaves(outline, node, function)
+    known = [(leaf, scope) for leaf, scope in leaves if constant(leaf) is not None]
+    read = frozenset().union(*(dtypes_of(outline, leaf, scope) for leaf, scope in known)) if known else dtypes
     return read if len(known) < len(leaves) and key_of(node) not in function.params else dtypes
+
+
+def _leaves(outline: Outline, node: ast.expr, function: Function, depth: int = 4) -> list[tuple[ast.expr, Function]]:
+    """The expressions that a value may be: both arms of a choice, the values of a variable, what a function of the file returns."""
+    if isinstance(node, ast.IfExp):
+        sources = [(node.body, function), (node.orelse, function)]
+    elif key_of(node):
+        sources = outline.sources(key_of(node), function)
+    else:
+        target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+        returns = [n for n in ast.walk(target.node) if isinstance(n, ast.Return)] if target is not None else []
+        sources = [(n.value, target) for n in returns if n.value is not None and target is not None]
+    if depth == 0 or not sources:
+        return [(node, function)]
+    return [leaf for value, scope in sources for leaf in _leaves(outline, value, scope, depth - 1)]
 
 
 def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
@@ -194,6 +226,7 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
             *autocasts_of(outline, node.body, function, depth - 1),
             *autocasts_of(outline, node.orelse, function, depth - 1),
         ]
+        both = [a for a in both if a.enabled != "no"] or both  # `autocast() if amp else autocast(enabled=False)`
         return [_under(a, text_of(node.test)) for a in both]
     if isinstance(node, ast.Lambda):
         return autocasts_of(outline, node.body, function, depth - 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
+from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -28,13 +29,11 @@ __all__ = [
 
 _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
-_CUDA = regex(r"\bcuda\b")
 _DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
 _FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
 _WEIGHTS = regex(r"(model|net|module)\w*(\.|, ['\"])(torch_)?dtype\b|parameters\(\).*\.dtype$")
 _WRITTEN = {"torch.float16", "torch.half"}
-_MAX_DEPTH = 3  # variables between a scaler and the test that enables it
-Test = tuple[ast.expr, bool]  # an expression and the value it has where the scaler is enabled
+_MAX_DEPTH = 3  # variables between a scaler and a test of a dtype
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class Omission:
 
 def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
     """The case in which a region computes in float16 and its scaler is disabled; None if the text shows none."""
-    one = _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
-    return one or _omitted_on_mps(script, scalers, opened)
+    return _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
 
 
 def spares_half_weights(script: Script, step: Event, scalers: Sequence[Scaler]) -> bool:
@@ -155,7 +153,7 @@ def _is_float16_on_cuda(region: Autocast) -> bool:
 
 def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | None:
     """The case that the condition of a scaler excludes."""
-    tests = list(_tests(script, scaler))
+    tests = list(tests_of(script, scaler))
     regions = opened.regions[-1].autocasts
     if not tests or not regions or not all("float16" in a.dtypes for a in regions):
         return None
@@ -166,7 +164,7 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
             when = f"the scaler is enabled for {formats} (`{text_of(test)}`), so"
             return Omission(scaler.node, when, "reverse the condition")
     is_for_float16 = any(_format_of(test, is_true=is_true) == "float16" for test, is_true in tests)
-    devices = [test for test, is_true in tests if is_true and _is_cuda(test)]
+    devices = [test for test, is_true in tests if is_true and asks_for_cuda(test)]
     if is_for_float16 and devices and all(_is_on_other_devices(script, a) for a in regions):
         if any(_DEVICE.search(text) for text, _ in opened.guards):
             return None
@@ -176,101 +174,6 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
             "torch.amp.GradScaler(device.type, enabled=...) for every device, or bfloat16 on the others",
         )
     return None
-
-
-def _omitted_on_mps(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
-    """A region that the script opens in float16 on MPS, where all of its scalers are for CUDA.
-
-    `GradScaler("cuda")` disables itself where there is no CUDA, so it needs no condition to be without effect.
-    """
-    if not scalers or any(_DEVICE.search(text) for text, _ in opened.guards):
-        return None
-    if not all(_is_for_cuda(script, scaler) for scaler in scalers):
-        return None
-    for region in opened.regions[-1].autocasts:
-        is_float16 = region.dtype == "float16" or ("float16" in region.dtypes and not _is_written_for_cuda(script))
-        if is_float16 and region.enabled != "no" and _is_for_mps(script, region):
-            return Omission(
-                region.node,
-                f"on MPS this region computes in float16, and the scaler ({script.at(scalers[0].node)}) works on CUDA only, so",
-                "torch.amp.GradScaler(device.type, enabled=...), or dtype=torch.bfloat16",
-            )
-    return None
-
-
-def _is_for_cuda(script: Script, scaler: Scaler) -> bool:
-    """Whether a scaler does nothing without CUDA: its device is CUDA, or its condition asks for it."""
-    device = argument(scaler.node, 0, "device") if scaler.api == "torch.amp.GradScaler" else None
-    if device is None or constant(device) == "cuda":
-        return scaler.api.startswith("torch.")
-    return any(is_true and _is_cuda(test) for test, is_true in _tests(script, scaler))
-
-
-def _is_for_mps(script: Script, region: Autocast) -> bool:
-    """Whether a region names MPS as its device, or is for the device of a branch that does."""
-    if region.device == "mps":
-        return True
-    device = argument(region.node, 0, "device_type")
-    if "cuda.amp" in region.api or device is None or isinstance(device, ast.Constant):
-        return False
-    node: ast.AST = region.node
-    for parent in script.above(region.node):
-        if isinstance(parent, (ast.If, ast.IfExp)):
-            body = parent.body if isinstance(parent.body, list) else [parent.body]
-            if any(node is part for part in body) and _names_mps(parent.test):
-                return True
-        node = parent
-    return False
-
-
-def _names_mps(test: ast.expr) -> bool:
-    """Whether a test is true on MPS: `device.type == "mps"`, `device.type in ("cuda", "mps")`, also as a part of `and`."""
-    parts = test.values if isinstance(test, ast.BoolOp) else [test]
-    compared = [part for part in parts if isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.Eq, ast.In))]
-    return any(isinstance(node, ast.Constant) and node.value == "mps" for part in compared for node in ast.walk(part))
-
-
-def _is_written_for_cuda(script: Script) -> bool:
-    """Whether float16 is chosen where the device is CUDA, and may be another format elsewhere."""
-    for node in ast.walk(script.tree):
-        if not isinstance(node, ast.Attribute) or text_of(node) not in _WRITTEN:
-            continue
-        parents = list(script.above(node))
-        tests = [text_of(n.test) for n in parents if isinstance(n, (ast.If, ast.IfExp))]
-        if not isinstance(parents[0], ast.Compare) and any(_CUDA.search(t) and "mps" not in t for t in tests):
-            return True
-    return False
-
-
-def _tests(script: Script, scaler: Scaler) -> Iterator[Test]:
-    """What must be true or false for a scaler to be created and enabled, split at `and`."""
-    enabled = argument(scaler.node, None, "enabled")
-    if enabled is not None:
-        yield from _parts(script, enabled, scaler.function, is_true=True, depth=_MAX_DEPTH)
-    node: ast.AST = scaler.node
-    for parent in script.above(scaler.node):
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return
-        if isinstance(parent, (ast.If, ast.IfExp)) and node is not parent.test:
-            body = parent.body if isinstance(parent.body, list) else [parent.body]
-            is_true = any(node is part for part in body)
-            yield from _parts(script, parent.test, scaler.function, is_true=is_true, depth=_MAX_DEPTH)
-        node = parent
-
-
-def _parts(script: Script, test: ast.expr, function: Function, *, is_true: bool, depth: int) -> Iterator[Test]:
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _parts(script, test.operand, function, is_true=not is_true, depth=depth)
-    elif isinstance(test, ast.BoolOp):
-        if isinstance(test.op, ast.And) == is_true:
-            for value in test.values:
-                yield from _parts(script, value, function, is_true=is_true, depth=depth)
-    else:
-        values = script.outline.values(key_of(test), function) if key_of(test) and depth else []
-        if len(values) == 1 and isinstance(values[0], (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Name, ast.Attribute)):
-            yield from _parts(script, values[0], function, is_true=is_true, depth=depth - 1)
-        else:
-            yield test, is_true
 
 
 def _format_of(test: ast.expr, *, is_true: bool) -> str:
@@ -296,14 +199,6 @@ def _shares(test: ast.expr, regions: tuple[Autocast, ...], opened: Event) -> boo
     """Whether the region depends on the same test, so that both are off without it, or on another test of formats."""
     texts = [*(a.enabled for a in regions), *(guard.text for guard in opened.guards)]
     return any(text_of(test) in text or re.search(r"16|dtype", text) for text in texts)
-
-
-def _is_cuda(test: ast.expr) -> bool:
-    """Whether a test asks for the device: `device.type == "cuda"`, `device.startswith("cuda")`."""
-    text = text_of(test)
-    is_named = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.In))
-    is_prefix = isinstance(test, ast.Call) and text_of(test.func).endswith(".startswith")
-    return (is_named or is_prefix) and bool(_CUDA.search(text)) and "device" in text
 
 
 def _is_on_other_devices(script: Script, region: Autocast) -> bool:

@@ -1,0 +1,116 @@
+"""HS120: a scaler with the flag that chooses bfloat16, and a dtype in the options of a region."""
+
+import pytest
+
+from check_scripts import findings
+
+FLAG = """\
+import torch
+from torch.amp import GradScaler
+class Trainer:
+    def __init__(self, model, optimizer, device, fp32=False):
+        self.model, self.optimizer, self.device, self.fp32 = model, optimizer, device, fp32
+        self.scaler = GradScaler("cuda", enabled={enabled})
+
+    def step(self, x, y):
+        {before}
+        with torch.autocast(self.device.type, dtype={dtype}):
+            loss = loss_fn(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+STATEMENT = "if {test}:\n            dtype = torch.{yes}\n        else:\n            dtype = torch.{no}"
+
+
+def flag(enabled="not fp32", dtype="dtype", before="pass"):
+    return FLAG.format(enabled=enabled, dtype=dtype, before=before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
+        {"dtype": "torch.bfloat16 if self.device.type == 'cuda' and not self.fp32 else torch.float32"},
+        {"before": "dtype = torch.bfloat16 if not self.fp32 else torch.float32"},
+        {"before": STATEMENT.format(test="self.fp32", yes="float32", no="bfloat16")},
+        {"before": STATEMENT.format(test="not self.fp32", yes="bfloat16", no="float32")},
+    ],
+)
+def test_the_flag_of_the_scaler_chooses_bfloat16(options):
+    """Whichever way round, with a test of the device or not, inline, in a variable or as a statement."""
+    assert [f.line for f in findings(flag(**options), "HS120")] == [6]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "torch.float32 if self.fp32 else torch.float16"},
+        {"enabled": "device.type == 'cuda'", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
+        {"enabled": "other", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
+        {"enabled": "fp32", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
+        {"before": STATEMENT.format(test="self.fp32", yes="bfloat16", no="float32")},
+    ],
+)
+def test_another_flag_may_be_for_another_format(options):
+    """With float16, or a flag that is not the one of bfloat16, nothing is known."""
+    assert findings(flag(**options), "HS120") == []
+
+
+CHOSEN = """\
+import torch
+def choose(device, wanted):
+    if device.type != "cuda":
+        return None
+    if wanted == "fp16":
+        return torch.float16
+    return {other}
+
+def train(model, loader, optimizer, device, cfg, scaler=None):
+    use_amp = cfg.amp and device.type == "cuda"
+    dtype = choose(device, cfg.dtype) if use_amp else None
+    if scaler is None:
+        scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+    for x, y in loader:
+        options = {options}
+        {added}
+        with torch.autocast(**options):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+OPTIONS = 'dict(device_type="cuda", enabled=use_amp)'
+ADDED = "if dtype is not None:\n            options['dtype'] = dtype"
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        (OPTIONS, ADDED),
+        ('{"device_type": "cuda", "enabled": use_amp}', ADDED),
+        ("{}", ADDED + "\n        options['device_type'] = 'cuda'\n        options['enabled'] = use_amp"),
+        ('dict(device_type="cuda", enabled=use_amp, dtype=dtype)', "pass"),
+    ],
+)
+def test_a_dtype_among_the_options_of_a_region(options, added):
+    """A function of the file chooses the dtype, which the options get where it is not None."""
+    text = CHOSEN.format(other="torch.bfloat16", enabled="use_amp", options=options, added=added)
+    assert [f.line for f in findings(text, "HS120")] == [13]
+
+
+@pytest.mark.parametrize(
+    ("other", "enabled", "added"),
+    [
+        ("torch.float16", "use_amp", ADDED),
+        ("torch.bfloat16", "dtype == torch.float16", ADDED),
+        ("torch.bfloat16", "use_amp", "if cfg.other:\n            options['dtype'] = dtype"),
+        ("torch.bfloat16", "use_amp", ADDED + "\n        options['dtype'] = other"),
+    ],
+)
+def test_options_that_another_condition_or_key_changes(other, enabled, added):
+    """Without bfloat16, with the scaler for float16, or with an entry that may be absent or any, nothing is known."""
+    text = CHOSEN.format(other=other, enabled=enabled, options=OPTIONS, added=added)
+    assert findings(text, "HS120") == []
