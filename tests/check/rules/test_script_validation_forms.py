@@ -76,3 +76,50 @@ def test_a_method_of_the_object_that_has_the_model(switch, method, expected):
 def test_a_disabled_region_is_the_choice_of_a_run_without(context, expected):
     """Like a null context: where the flag is set the training is under autocast."""
     assert reported(context=context) == expected
+
+
+FROZEN = """\
+import torch
+class TextEncoder:
+    def __init__(self, name, model):
+        self.model = {created}
+        self.model.eval()
+
+    @torch.no_grad()
+    def embed(self, loader):
+        for batch in loader:
+            self.seen.append(self.model(batch))
+{more}
+encoder = TextEncoder("small", model)
+for x, y in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = loss_fn({trained}(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+encoder.embed(valid)
+"""
+TRAINS = """
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = self.model(x)
+            loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("created", "trained", "more", "expected"),
+    [
+        ("CLIPTextModel.from_pretrained(name)", "model", "", []),
+        ("load(CLIPTextModel, name).to('cuda')", "model", "", []),
+        ("build(name)", "model", TRAINS, [10]),
+        ("build(name)", "encoder.model", "", [10]),
+        ("model", "model", "", [10]),
+        ("compiled(model)", "model", "", [10]),
+    ],
+)
+def test_a_class_that_creates_the_model_it_runs(created, trained, more, expected):
+    """It is not the model that is trained elsewhere, unless that is read from an object, or passed in."""
+    text = FROZEN.format(created=created, trained=trained, more=more)
+    assert [f.line for f in findings(text, "HS149")] == expected

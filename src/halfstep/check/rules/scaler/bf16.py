@@ -248,12 +248,12 @@ def _is_low_with(script: Script, region: Autocast, scaler: Scaler) -> bool:
             asked.append(_switches(parts_of(script, choice.test, region.function, is_true=is_body)))
         elif _names_bf16(script, choice):
             asked.append(_switches(tests_of_guards(script, conditions_of(outline, choice), region.function)))
-    return bool(asked) and all(tests and tests <= wanted for tests in asked)
+    rest = {text for tests in asked for text, _ in tests - wanted}
+    return bool(asked) and all(tests & wanted for tests in asked) and all(map(_ON_CUDA.search, rest))
 
 
 def _switches(tests: Iterable[Test]) -> set[tuple[str, bool]]:
-    """The tests that are not of the device."""
-    return {(text_of(test), is_true) for test, is_true in tests if not _ON_CUDA.search(text_of(test))}
+    return {(text_of(test), is_true) for test, is_true in tests}
 
 
 def _only_switch(script: Script) -> str:

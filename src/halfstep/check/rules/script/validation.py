@@ -19,7 +19,7 @@ from halfstep.check.script.objects.modules import created_classes, regions_in_fo
 from halfstep.check.script.objects.values import autocasts_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Binding, Function
 
 __all__ = ["RULES"]
 
@@ -271,7 +271,7 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     if not plain[0] and not _is_validation(script, a) and not _reads_data(script, a):
         return False  # samples of a generator are not validation
     if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
-        return True
+        return not (_is_created_in_class(script, a) and _is_apart_from(script, b, a.function.cls))
     one, other = a.function.cls, b.function.cls
     bases = {cls: {key_of(base) for base in script.outline.bases.get(cls, ())} for cls in (one, other)}
     return one == other or one in bases[other] or other in bases[one]
@@ -353,10 +353,31 @@ def _is_own(script: Script, function: Function, name: str) -> bool:
     return bool(bound) and all(isinstance(b.value, ast.Call) and not _wraps(b.value) for b in bound)
 
 
+def _is_created_in_class(script: Script, event: Event) -> bool:
+    """Whether the class of a forward creates the model that it runs: the frozen encoder of `self.model = AutoModel.from_pretrained(name)`."""
+    bound = [b for b in script.outline.bindings.get(event.subject, ()) if b.function.cls == event.function.cls != ""]
+    return bool(bound) and all(isinstance(b.value, ast.Call) for b in bound) and not any(map(_rewraps, bound))
+
+
+def _rewraps(binding: Binding) -> bool:
+    return isinstance(binding.value, ast.Call) and _wraps(binding.value)
+
+
+def _is_apart_from(script: Script, event: Event, cls: str) -> bool:
+    """Whether a forward runs a variable that is no attribute of an object, outside a class."""
+    values = script.outline.values(event.subject, event.function) if event.subject.isidentifier() else [None]
+    return event.function.cls != cls and not any(v is None or isinstance(v, ast.Attribute) for v in values)
+
+
 def _wraps(call: ast.Call) -> bool:
-    """Whether a call returns a model that it receives: `unwrap(model)`, `self.model.eval()`."""
+    """Whether a call returns a model that it receives: `unwrap(model)`, `self.model.eval()`, not `load(TextModel)`."""
     parts = [*call.args, *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
-    return any(_wraps(p) if isinstance(p, ast.Call) else bool(_MODEL.search(key_of(p))) for p in parts)
+    return any(_wraps(p) if isinstance(p, ast.Call) else _is_variable(key_of(p)) for p in parts)
+
+
+def _is_variable(key: str) -> bool:
+    """Whether a name is that of a model, and not of a class of models."""
+    return bool(_MODEL.search(key)) and not key.rpartition(".")[2][:1].isupper()
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInValidation, EvaluationWithoutAutocast)
