@@ -30,20 +30,10 @@ __all__ = ["Objects"]
 _AMP = regex(r"^setting |(^|[._])(amp|fp16|half|mixed|autocast|precision)\w*$")
 _DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|size|shape|float|int|type|dim)$")
 _SAME_OBJECT = {
-    "to",
-    "cuda",
-    "train",
-    "eval",
-    "float",
-    "half",
-    "double",
-    "bfloat16",
-    "requires_grad_",
-    "module",
-    "share_memory",
-    "compile",
-    "cpu",
-}
+    "to", "cuda", "train", "eval", "float", "half", "double", "bfloat16", "requires_grad_", "module", "share_memory", "compile", "cpu",
+}  # fmt: skip
+# By these methods an object of another file is known to be a scaler or an optimizer, if it is named like one.
+_OF_SCALERS = {"scale", "unscale_", "step", "update", "zero_grad", "is_enabled", "get_scale"}
 _PARAMETERS = {"parameters", "named_parameters", "trainable_parameters", "get_parameters"}
 
 
@@ -59,15 +49,7 @@ class Objects(Decisions):
             return Unknown(self.path.fresh(name))
         if isinstance(base, Library):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
-        if isinstance(base, Unknown) and name in {
-            "scale",
-            "unscale_",
-            "step",
-            "update",
-            "zero_grad",
-            "is_enabled",
-            "get_scale",
-        }:
+        if isinstance(base, Unknown) and name in _OF_SCALERS:
             base = self.as_object(base)
         if isinstance(base, Scaler):
             return self.call_scaler(base, name, args, kwargs, node)
@@ -138,7 +120,7 @@ class Objects(Decisions):
                 self.gradients.lose()
             is_loss = any(isinstance(a, Tensor) for a in every)
             return self.forward(base.key, every) if is_loss else Unknown(self.path.fresh(name))
-        return self.call_unknown(f"{base.key}.{name}", args, kwargs, node) if every or name else base
+        return self.call_unknown(f"{base.key}.{name}", args, kwargs, node)
 
     def call_scaler(self, scaler: Scaler, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         """A method of a GradScaler."""

@@ -28,7 +28,7 @@ from halfstep.check.simulation.values import (
 
 __all__ = ["Left", "Statements"]
 
-NUM_ITERATIONS = 4  # of a loop that trains: two windows of two micro-batches  # of a loop that trains: two windows of two micro-batches
+NUM_ITERATIONS = 4  # of a loop that trains: two windows of two micro-batches
 NUM_EPOCHS = 2
 
 
