@@ -174,7 +174,7 @@ def test_a_step_and_a_clip_on_scaled_gradients():
     """Both get gradients that are multiplied with the scale."""
     simulated = Simulated()
     simulated.backward()
-    simulated.gradients.clip(frozenset({"model"}), None, NODE)
+    simulated.gradients.clip(frozenset({"model"}), NODE)
     simulated.gradients.step(simulated.optimizer, NODE)
     assert simulated.codes() == ["HS104", "HS103"]
 
@@ -184,11 +184,11 @@ def test_nothing_is_reported_after_code_of_another_file_until_the_gradients_are_
     simulated = Simulated()
     simulated.backward()
     simulated.gradients.lose(optimizer=simulated.optimizer)
-    simulated.gradients.clip(frozenset({"model"}), None, NODE)
+    simulated.gradients.clip(frozenset({"model"}), NODE)
     assert simulated.codes() == []
     simulated.clear()
     simulated.backward()
-    simulated.gradients.clip(frozenset({"model"}), None, NODE)
+    simulated.gradients.clip(frozenset({"model"}), NODE)
     simulated.step()
     assert simulated.codes() == ["HS104"]
 
@@ -199,8 +199,8 @@ def test_of_several_optimizers_only_those_of_the_models_count():
     simulated.optimizer.models = frozenset({"model"})
     simulated.gradients.optimizers.append(Optimizer("other", frozenset({"other"})))
     simulated.backward()
-    simulated.gradients.clip(frozenset({"other"}), None, NODE)
+    simulated.gradients.clip(frozenset({"other"}), NODE)
     assert simulated.codes() == []
-    simulated.gradients.clip(frozenset({"model.head"}), None, NODE)
+    simulated.gradients.clip(frozenset({"model.head"}), NODE)
     simulated.step()
     assert simulated.codes() == ["HS104"]

@@ -39,10 +39,10 @@ class Expressions(Decisions):
         result = handler(node, env) if handler is not None else Unknown(self.path.fresh(type(node).__name__))
         return self.resolved(result)
 
-    def _value_Constant(self, node: ast.Constant, env: Env) -> Any:  # noqa: N802 - named for the class of the node
+    def _value_Constant(self, node: ast.Constant, env: Env) -> Any:
         return node.value
 
-    def _value_Name(self, node: ast.Name, env: Env) -> Any:  # noqa: N802
+    def _value_Name(self, node: ast.Name, env: Env) -> Any:
         scope: Env | None = env
         while scope is not None:
             if node.id in scope.variables:
@@ -54,7 +54,7 @@ class Expressions(Decisions):
             return Library(node.id)
         return Library(self.table[node.id]) if node.id in self.table else unknown(node.id)
 
-    def _value_Attribute(self, node: ast.Attribute, env: Env) -> Any:  # noqa: N802
+    def _value_Attribute(self, node: ast.Attribute, env: Env) -> Any:
         return self.attribute(self.value(node.value, env), node.attr, node)
 
     def attribute(self, base: Any, name: str, node: ast.AST) -> Any:
@@ -98,7 +98,7 @@ class Expressions(Decisions):
         if place is not None:
             self.gradients.missing(f"self.{name}", node, place)
 
-    def _value_Subscript(self, node: ast.Subscript, env: Env) -> Any:  # noqa: N802
+    def _value_Subscript(self, node: ast.Subscript, env: Env) -> Any:
         base = self.value(node.value, env)
         if isinstance(node.slice, ast.Slice):
             return base if isinstance(base, Tensor | Params) else Unknown(self.path.fresh("slice"))
@@ -115,18 +115,18 @@ class Expressions(Decisions):
             return unknown(f"{base.key}.{name}")
         return base if isinstance(base, Tensor | Params) else Unknown(self.path.fresh("element"))
 
-    def _value_Tuple(self, node: ast.Tuple, env: Env) -> Any:  # noqa: N802
+    def _value_Tuple(self, node: ast.Tuple, env: Env) -> Any:
         return tuple(self.value(e, env) for e in node.elts)
 
-    def _value_List(self, node: ast.List | ast.Set, env: Env) -> Any:  # noqa: N802
+    def _value_List(self, node: ast.List | ast.Set, env: Env) -> Any:
         return [self.value(e, env) for e in node.elts]
 
-    _value_Set = _value_List  # noqa: N815
+    _value_Set = _value_List
 
-    def _value_Starred(self, node: ast.Starred, env: Env) -> Any:  # noqa: N802
+    def _value_Starred(self, node: ast.Starred, env: Env) -> Any:
         return self.value(node.value, env)
 
-    def _value_Dict(self, node: ast.Dict, env: Env) -> Any:  # noqa: N802
+    def _value_Dict(self, node: ast.Dict, env: Env) -> Any:
         table: dict[Any, Any] = {}
         for key_node, value_node in zip(node.keys, node.values, strict=True):
             value = self.value(value_node, env)
@@ -137,24 +137,24 @@ class Expressions(Decisions):
                 table[key] = value
         return table
 
-    def _value_JoinedStr(self, node: ast.JoinedStr, env: Env) -> Any:  # noqa: N802
+    def _value_JoinedStr(self, node: ast.JoinedStr, env: Env) -> Any:
         return Unknown(self.path.fresh("text"))
 
-    def _value_Lambda(self, node: ast.Lambda, env: Env) -> Any:  # noqa: N802
+    def _value_Lambda(self, node: ast.Lambda, env: Env) -> Any:
         return Func(node, env)
 
-    def _value_NamedExpr(self, node: ast.NamedExpr, env: Env) -> Any:  # noqa: N802
+    def _value_NamedExpr(self, node: ast.NamedExpr, env: Env) -> Any:
         value = self.value(node.value, env)
         self.assign(node.target, value, env)
         return value
 
-    def _value_Await(self, node: ast.Await, env: Env) -> Any:  # noqa: N802
+    def _value_Await(self, node: ast.Await, env: Env) -> Any:
         return self.value(node.value, env)
 
-    def _value_IfExp(self, node: ast.IfExp, env: Env) -> Any:  # noqa: N802
+    def _value_IfExp(self, node: ast.IfExp, env: Env) -> Any:
         return self.value(node.body if self.truth(self.value(node.test, env)) else node.orelse, env)
 
-    def _value_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Env) -> Any:  # noqa: N802
+    def _value_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Env) -> Any:
         first = node.generators[0]
         source = self.value(first.iter, env)
         if isinstance(source, Params):
@@ -171,6 +171,6 @@ class Expressions(Decisions):
                 results.append(self.value(node.elt, scope))
         return results
 
-    _value_GeneratorExp = _value_ListComp  # noqa: N815
+    _value_GeneratorExp = _value_ListComp
 
-    _value_SetComp = _value_ListComp  # noqa: N815
+    _value_SetComp = _value_ListComp

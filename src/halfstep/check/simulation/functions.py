@@ -29,7 +29,7 @@ MAX_DEPTH = 14  # of calls
 class Functions(Decisions):
     """Calls what the script defines."""
 
-    def _value_Call(self, node: ast.Call, env: Env) -> Any:  # noqa: N802
+    def _value_Call(self, node: ast.Call, env: Env) -> Any:
         if isinstance(node.func, ast.Name) and node.func.id == "super":
             return self._super(env)
         args, kwargs = self._arguments(node, env)

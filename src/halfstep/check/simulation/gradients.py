@@ -178,10 +178,10 @@ class Gradients:
             place = halves[0].loss.region or halves[0].node
             self._add("HS123", place, "float16 autocast computes the loss, and a run steps on its gradients without a GradScaler: small gradients become 0", "scale the loss, or use bfloat16")  # fmt: skip
 
-    def clip(self, models: frozenset[str] | None, optimizer: Optimizer | None, node: ast.AST) -> None:
-        """Gradients of an optimizer, or of models, are clipped."""
-        for each in self.optimizers if optimizer is None else [optimizer]:
-            if optimizer is None and not self._is_alone(each) and not self._has(each, models):
+    def clip(self, models: frozenset[str] | None, node: ast.AST) -> None:
+        """Gradients of models, or of unknown parameters, are clipped."""
+        for each in self.optimizers:
+            if not self._is_alone(each) and not self._has(each, models):
                 continue
             parts = self._parts(each)
             scaled = [p for p in parts or () if p.loss.scaler is not None and p.loss.scaler.is_sure]

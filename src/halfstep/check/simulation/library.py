@@ -113,7 +113,7 @@ class Libraries(Decisions):
             return Partial(args[0], args[1:], kwargs)
         if last in {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"} and full.startswith("torch"):
             models = self.models_in(args[0]) if args else None
-            self.gradients.clip(models, None, node)
+            self.gradients.clip(models, node)
             return Unknown(self.path.fresh("norm"))
         if full.startswith("torch.optim.") and "lr_scheduler" not in full and "swa_utils" not in full:
             return self.optimizer(last, every, node)

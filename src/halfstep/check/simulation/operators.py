@@ -30,7 +30,7 @@ _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 class Operators(Decisions):
     """Evaluates operators."""
 
-    def _value_BoolOp(self, node: ast.BoolOp, env: Env) -> Any:  # noqa: N802
+    def _value_BoolOp(self, node: ast.BoolOp, env: Env) -> Any:
         wanted = isinstance(node.op, ast.Or)
         for part in node.values[:-1]:
             value = self.value(part, env)
@@ -38,7 +38,7 @@ class Operators(Decisions):
                 return value if wanted else (value if is_plain(value) else False)
         return self.value(node.values[-1], env)
 
-    def _value_UnaryOp(self, node: ast.UnaryOp, env: Env) -> Any:  # noqa: N802
+    def _value_UnaryOp(self, node: ast.UnaryOp, env: Env) -> Any:
         value = self.value(node.operand, env)
         if isinstance(node.op, ast.Not):
             if isinstance(value, Unknown | Test | Negated | Tensor):
@@ -48,7 +48,7 @@ class Operators(Decisions):
             return -value
         return value
 
-    def _value_BinOp(self, node: ast.BinOp, env: Env) -> Any:  # noqa: N802
+    def _value_BinOp(self, node: ast.BinOp, env: Env) -> Any:
         left, right = self.value(node.left, env), self.value(node.right, env)
         if isinstance(node.op, ast.Mod):
             left = self.counter(left)
@@ -78,7 +78,7 @@ class Operators(Decisions):
         too_large = isinstance(result, int) and abs(result) > MAX_NUMBER
         return Unknown(self.path.fresh("result")) if too_large else result
 
-    def _value_Compare(self, node: ast.Compare, env: Env) -> Any:  # noqa: N802
+    def _value_Compare(self, node: ast.Compare, env: Env) -> Any:
         left, sign = self.value(node.left, env), node.ops[0]
         right = self.value(node.comparators[0], env)
         if len(node.ops) > 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from functools import cache
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from halfstep.check.regex import regex
 
@@ -36,10 +38,27 @@ def _clears(node: ast.Attribute) -> bool:
     return node.attr == "zero_grad" or (node.attr == "grad" and isinstance(node.ctx, ast.Store))
 
 
+_Answer = TypeVar("_Answer")
+
+
+def _remembered(method: Callable[[Relevance, Any], _Answer]) -> Callable[[Relevance, Any], _Answer]:
+    """Answer each question once; the answers go with the object, so that no syntax tree outlives the check of its file."""
+
+    @functools.wraps(method)
+    def answer(self: Relevance, node: ast.AST) -> _Answer:
+        key = (method.__name__, node)
+        if key not in self._answers:
+            self._answers[key] = method(self, node)
+        return self._answers[key]  # type: ignore[no-any-return]
+
+    return answer
+
+
 class Relevance:
     """Answers for one syntax tree."""
 
     def __init__(self, tree: ast.Module) -> None:
+        self._answers: dict[tuple[str, ast.AST], Any] = {}
         functions: dict[str, list[ast.AST]] = {}
         called: dict[ast.AST, set[str]] = {}
         self._acting: set[str] = set()
@@ -78,13 +97,13 @@ class Relevance:
                 live |= {n.attr for n in ast.walk(part) if isinstance(n, ast.Attribute)}
         return live - {"self", "torch", "args", "cfg", "config"}
 
-    @cache  # noqa: B019 - one object per script
+    @_remembered
     def acts(self, node: ast.AST) -> bool:
         """Whether a backward pass, a step or the like can run in it."""
         calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
         return any(_is_event(call) or _last(call.func) in self._acting for call in calls)
 
-    @cache  # noqa: B019
+    @_remembered
     def matters(self, node: ast.AST) -> bool:
         """Whether it acts, leaves, or assigns what decides."""
         if self.acts(node):
@@ -93,7 +112,7 @@ class Relevance:
             return True
         return any(key.rpartition(".")[2] in self._live for key in self.assigned(node))
 
-    @cache  # noqa: B019
+    @_remembered
     def assigned(self, node: ast.AST) -> tuple[str, ...]:
         """The variables that it assigns, as `name` or `self.name`."""
         keys = []
@@ -110,7 +129,7 @@ class Relevance:
                 keys.append(inner.name)
         return tuple(dict.fromkeys(keys))
 
-    @cache  # noqa: B019
+    @_remembered
     def has_training_loop(self, node: ast.AST) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
         for inner in ast.walk(node):
@@ -122,17 +141,17 @@ class Relevance:
                         return True
         return False
 
-    @cache  # noqa: B019
+    @_remembered
     def _has_event(self, node: ast.AST) -> bool:
         return self.acts(node)
 
-    @cache  # noqa: B019
+    @_remembered
     def locals_of(self, function: ast.AST) -> frozenset[str]:
         """The names that a function assigns."""
         body = function.body if isinstance(function.body, list) else []  # type: ignore[attr-defined]
         return frozenset(key for part in body for key in self.assigned(part) if "." not in key)
 
-    @cache  # noqa: B019
+    @_remembered
     def yields(self, function: ast.AST) -> bool:
         """Whether it is a generator."""
         stack: list[ast.AST] = list(function.body) if isinstance(function.body, list) else []  # type: ignore[attr-defined]
@@ -144,7 +163,7 @@ class Relevance:
                 stack += ast.iter_child_nodes(node)
         return False
 
-    @cache  # noqa: B019
+    @_remembered
     def scaler_attributes(self, cls: ast.ClassDef) -> dict[str, ast.AST]:
         """The attributes that a class's constructor assigns a new scaler to, and where."""
         constructors = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]

@@ -51,23 +51,23 @@ class Statements(Assignments):
             if handler is not None:
                 handler(statement, env)
 
-    def _run_Import(self, node: ast.Import, env: Env) -> None:  # noqa: N802 - named for the class of the node
+    def _run_Import(self, node: ast.Import, env: Env) -> None:
         for alias in node.names:
             top = alias.name.split(".")[0]
             self.assign_name(env, alias.asname or top, Library(alias.name if alias.asname else top))
 
-    def _run_ImportFrom(self, node: ast.ImportFrom, env: Env) -> None:  # noqa: N802
+    def _run_ImportFrom(self, node: ast.ImportFrom, env: Env) -> None:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
             if alias.name != "*":
                 self.assign_name(env, alias.asname or alias.name, Library(f"{module}.{alias.name}"))
 
-    def _run_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> None:  # noqa: N802
+    def _run_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> None:
         self.assign_name(env, node.name, Func(node, env))
 
-    _run_AsyncFunctionDef = _run_FunctionDef  # noqa: N815
+    _run_AsyncFunctionDef = _run_FunctionDef
 
-    def _run_ClassDef(self, node: ast.ClassDef, env: Env) -> None:  # noqa: N802
+    def _run_ClassDef(self, node: ast.ClassDef, env: Env) -> None:
         inner = Env(env)
         self.run(node.body, inner)
         cls = Class(node, tuple(self.value(base, env) for base in node.bases), inner.variables)
@@ -76,37 +76,37 @@ class Statements(Assignments):
                 value.cls, value.env = cls, env  # a method does not see the names of its class
         self.assign_name(env, node.name, cls)
 
-    def _run_Global(self, node: ast.Global | ast.Nonlocal, env: Env) -> None:  # noqa: N802
+    def _run_Global(self, node: ast.Global | ast.Nonlocal, env: Env) -> None:
         env.of_parent.update(node.names)
 
-    _run_Nonlocal = _run_Global  # noqa: N815
+    _run_Nonlocal = _run_Global
 
-    def _run_Delete(self, node: ast.Delete, env: Env) -> None:  # noqa: N802
+    def _run_Delete(self, node: ast.Delete, env: Env) -> None:
         for target in node.targets:
             if isinstance(target, ast.Name):
                 env.variables.pop(target.id, None)
 
-    def _run_Expr(self, node: ast.Expr, env: Env) -> None:  # noqa: N802
+    def _run_Expr(self, node: ast.Expr, env: Env) -> None:
         self.value(node.value, env)
 
-    def _run_Assign(self, node: ast.Assign, env: Env) -> None:  # noqa: N802
+    def _run_Assign(self, node: ast.Assign, env: Env) -> None:
         value = self.value(node.value, env)
         for target in node.targets:
             self.assign(target, value, env)
 
-    def _run_AnnAssign(self, node: ast.AnnAssign, env: Env) -> None:  # noqa: N802
+    def _run_AnnAssign(self, node: ast.AnnAssign, env: Env) -> None:
         if node.value is not None:
             self.assign(node.target, self.value(node.value, env), env)
         elif isinstance(node.target, ast.Name) and env.parent is not None and not env.local:
             env.variables[node.target.id] = Unknown(node.target.id)  # a field of a dataclass
 
-    def _run_AugAssign(self, node: ast.AugAssign, env: Env) -> None:  # noqa: N802
+    def _run_AugAssign(self, node: ast.AugAssign, env: Env) -> None:
         if isinstance(node.op, ast.Add) and isinstance(node.value, ast.Constant) and node.value.value == 1:
             self.assign(node.target, self.counter(self.value(_loaded(node.target), env)), env)
         binary = ast.copy_location(ast.BinOp(_loaded(node.target), node.op, node.value), node)
         self.assign(node.target, self.value(binary, env), env)
 
-    def _run_If(self, node: ast.If, env: Env) -> None:  # noqa: N802
+    def _run_If(self, node: ast.If, env: Env) -> None:
         if not self.relevance.matters(node):  # both branches: each may fill a list of parameters
             self.run([*node.body, *node.orelse], env)
             for name in self.relevance.assigned(node):
@@ -118,60 +118,59 @@ class Statements(Assignments):
         chosen = node.body if self.truth(test, int(not node.orelse and (leaves or is_special))) else node.orelse
         self.run(chosen, env)
 
-    def _run_Assert(self, node: ast.Assert, env: Env) -> None:  # noqa: N802
+    def _run_Assert(self, node: ast.Assert, env: Env) -> None:
         test = self.value(node.test, env)
         if is_plain(test) and not isinstance(test, tuple | list) and not test:
             raise Raised
 
-    def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:  # noqa: N802
+    def _breaks(self, body: list[ast.stmt], env: Env) -> bool:
+        """Run an iteration of a loop; whether it ends the loop."""
+        try:
+            self.run(body, env)
+        except Left as left:
+            if left.kind == "return":
+                raise
+            return left.kind == "break"
+        return False
+
+    def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:
         trains = self.relevance.acts(node)
         limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
-        elements = self.elements(self.value(node.iter, env), limit)
-        for element in elements:
+        for element in self.elements(self.value(node.iter, env), limit):
             self.assign(node.target, element, env)
-            try:
-                self.run(node.body, env)
-            except Left as left:
-                if left.kind == "return":
-                    raise
-                if left.kind == "break":
-                    return
+            if self._breaks(node.body, env):
+                return
         self.run(node.orelse, env)
 
-    _run_AsyncFor = _run_For  # noqa: N815
+    _run_AsyncFor = _run_For
 
-    def _run_While(self, node: ast.While, env: Env) -> None:  # noqa: N802
+    def _run_While(self, node: ast.While, env: Env) -> None:
         trains = self.relevance.acts(node)
         limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for _ in range(limit):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
                 break
-            try:
-                self.run(node.body, env)
-            except Left as left:
-                if left.kind == "return":
-                    raise
-                if left.kind == "break":
-                    return
+            if self._breaks(node.body, env):
+                return
 
-    def _run_Break(self, node: ast.Break, env: Env) -> None:  # noqa: N802
+    def _run_Break(self, node: ast.Break, env: Env) -> None:
         raise Left("break")
 
-    def _run_Continue(self, node: ast.Continue, env: Env) -> None:  # noqa: N802
+    def _run_Continue(self, node: ast.Continue, env: Env) -> None:
         self.gradients.skips += 1
         raise Left("continue")
 
-    def _run_Return(self, node: ast.Return, env: Env) -> None:  # noqa: N802
+    def _run_Return(self, node: ast.Return, env: Env) -> None:
         value = self.value(node.value, env) if node.value is not None else None
         if not self.relevance.is_last(node):
             self.gradients.skips += 1
         raise Left("return", value)
 
-    def _run_Raise(self, node: ast.Raise, env: Env) -> None:  # noqa: N802
+    def _run_Raise(self, node: ast.Raise, env: Env) -> None:
         raise Raised
 
-    def _run_Try(self, node: ast.Try, env: Env) -> None:  # noqa: N802
+    def _run_Try(self, node: ast.Try, env: Env) -> None:
         handlers = [handler for handler in node.handlers if _catches(handler)]
         try:
             chosen = self._interrupted(node, handlers)
@@ -198,15 +197,15 @@ class Statements(Assignments):
         chosen = self.path.choose(self.path.fresh(f"raises in {node.lineno}"), len(continuing) + 1)
         return continuing[chosen - 1] if chosen else None
 
-    _run_TryStar = _run_Try  # noqa: N815
+    _run_TryStar = _run_Try
 
-    def _run_Match(self, node: ast.Match, env: Env) -> None:  # noqa: N802
+    def _run_Match(self, node: ast.Match, env: Env) -> None:
         subject = self.value(node.subject, env)
         key = subject.key if isinstance(subject, Unknown) else self.path.fresh("match")
         chosen = self.path.choose(f"{key} matches", len(node.cases))
         self.run(node.cases[chosen].body, env)
 
-    def _run_With(self, node: ast.With | ast.AsyncWith, env: Env) -> None:  # noqa: N802
+    def _run_With(self, node: ast.With | ast.AsyncWith, env: Env) -> None:
         depth = len(self.regions)
         for item in node.items:
             context = self.value(item.context_expr, env)
@@ -222,7 +221,7 @@ class Statements(Assignments):
         finally:
             del self.regions[depth:]
 
-    _run_AsyncWith = _run_With  # noqa: N815
+    _run_AsyncWith = _run_With
 
 
 def _loaded(target: ast.expr) -> ast.expr:
