@@ -177,10 +177,6 @@ class Relevance:
         """Whether running a statement of the module acts: not if it only defines."""
         return not isinstance(statement, _FUNCTIONS) and self.acts(statement)
 
-    def is_top_level(self, function: ast.AST, tree: ast.Module) -> bool:
-        """Whether a function is the module's, or a method of a class of the module."""
-        return any(s is function or (isinstance(s, ast.ClassDef) and function in s.body) for s in tree.body)
-
     def is_last(self, node: ast.Return) -> bool:
         """Whether a `return` is the last statement of its function."""
         return node in self._last_statements

@@ -28,9 +28,9 @@ MAX_STEPS = 60_000  # statements and expressions of all runs of a script, half a
 MAX_ROOT_STEPS = 30_000
 NUM_CALLS = 3  # of a method that a run of another file calls again and again
 _OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINES = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
+    *_FUNCTIONS,
     ast.ClassDef,
     ast.Import,
     ast.ImportFrom,
@@ -104,7 +104,7 @@ def _call_method(run: Simulation, cls: Class, method: Func) -> None:
 
 
 def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
-    """Functions and methods that act, and that nothing in the script calls or passes on."""
+    """Functions and methods that act, and that nothing in the script calls, passes on or defines again."""
     used: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -113,10 +113,10 @@ def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
             is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
             if is_own or ast.unparse(node.value) == "super()" or node.attr not in _OF_TORCH:
                 used.add(node.attr)
-    for function in relevance.functions():
-        name = getattr(function, "name", "")
-        if name not in used and name != "__init__" and relevance.is_top_level(function, tree):
-            yield function
+    bodies = [tree.body, *(s.body for s in tree.body if isinstance(s, ast.ClassDef))]
+    last = {(number, s.name): s for number, body in enumerate(bodies) for s in body if isinstance(s, _FUNCTIONS)}
+    unused = {function for (_, name), function in last.items() if name not in used and name != "__init__"}
+    yield from (function for function in relevance.functions() if function in unused)
 
 
 def _targets(tree: ast.Module) -> dict[ast.AST, str]:

@@ -269,7 +269,7 @@ def _start(script: Script, event: Event) -> tuple[ast.AST, Function | None, list
     bindings = outline.bindings.get(event.scaler, [])
     for place in (event.node, *reversed(event.roots)) if bindings else ():
         outermost = deque(_around(script, place), maxlen=1)
-        own = [b for b in bindings if outermost and b.function.node is outermost[0]]
+        own = outline.by_function(event.scaler).get(outermost[0]) if outermost else None
         if own:
             scope = own[0].function
             shared = scope is outline.module or _is_shared(scope, event.scaler)

@@ -122,12 +122,12 @@ class Constants:
         """What the variable of the nearest scope is assigned, if that happens once."""
         bound = self.outline.by_function(name)
         writers = self._writers.get(name, set())
-        written = [b for writer in writers for b in bound.get(writer, ()) if not self._is_field(b)]
+        written = [b for writer in writers for b in bound.get(writer.node, ()) if not self._is_field(b)]
         scope: Function | None = function
         while scope is not None:
             if name in scope.params:
                 return self._parameter(name, scope)
-            here = [b for b in bound.get(scope, ()) if not self._is_field(b)] if scope not in writers else []
+            here = [b for b in bound.get(scope.node, ()) if not self._is_field(b)] if scope not in writers else []
             if isinstance(scope.node, ast.Module) and writers - {b.function for b in written}:
                 return None  # written in a function that the outline does not contain
             if isinstance(scope.node, ast.Module) and written:  # `DTYPE = None` until `setup` runs

@@ -60,7 +60,7 @@ class Outline:
         every = self.bindings.get(key, [])
         scope: Function | None = function
         while scope is not None:
-            here = self.by_function(key).get(scope)
+            here = self.by_function(key).get(scope.node)
             if here:
                 return here
             if key in scope.params:
@@ -68,12 +68,12 @@ class Outline:
             scope = scope.parent
         return every
 
-    def by_function(self, key: str) -> dict[Function, list[Binding]]:
-        """The assignments to a variable by the function they are in."""
+    def by_function(self, key: str) -> dict[ast.AST, list[Binding]]:
+        """The assignments to a variable by the function, or module, they are in."""
         if key not in self._locals:
-            by_function: dict[Function, list[Binding]] = {}
+            by_function: dict[ast.AST, list[Binding]] = {}
             for binding in self.bindings.get(key, ()):
-                by_function.setdefault(binding.function, []).append(binding)
+                by_function.setdefault(binding.function.node, []).append(binding)
             self._locals[key] = by_function
         return self._locals[key]
 
@@ -245,7 +245,7 @@ class Outline:
 
     def __post_init__(self) -> None:
         self._by_name: dict[str, list[Function]] = {}
-        self._locals: dict[str, dict[Function, list[Binding]]] = {}
+        self._locals: dict[str, dict[ast.AST, list[Binding]]] = {}
         self._values: dict[
             tuple[str, Function], list[tuple[ast.expr, Function]]
         ] = {}  # asked once the outline is complete

@@ -47,7 +47,7 @@ def _leaves(outline: Outline, names: set[str], creator: Function) -> bool:
                 # A function that assigns the name has a variable of its own.
                 isinstance(node, ast.Name)
                 and function is not creator
-                and outline.by_function(name).get(function)
+                and outline.by_function(name).get(function.node)
                 and name not in function.params
             ):
                 continue
