@@ -15,6 +15,7 @@ REPEATED = {
     "contexts": ("ctx = autocast() if a else nullcontext()\nwith ctx:\n    pass\n", 8),
     "scalers": ("s = GradScaler()\ns.scale(l).backward()\ns.step(o)\n", 24),
     "functions": ("def f():\n    s = GradScaler()\n    s.scale(l).backward()\n    s.step(o)\n", 8),
+    "methods": ("class C:\n    def f(self, x):\n        return x.f(x.half()) + 1e-12\n", 24),
     "conditions": ("if torch.isnan(x): raise ValueError\ns.unscale_(o)\n", 24),
     "casts": ("m.half()\no = torch.optim.SGD(m.parameters())\nl.backward()\no.step()\n", 24),
     "one line": ("autocast();", 8),

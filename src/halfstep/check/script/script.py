@@ -30,6 +30,7 @@ from halfstep.check.finding import Place
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
+from halfstep.check.script.objects.callers import functions_in_autocast
 from halfstep.check.script.objects.modules import classes_under_autocast
 from halfstep.check.script.objects.training import Training
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
@@ -201,6 +202,11 @@ class Script:
     def classes_under_autocast(self) -> dict[str, frozenset[str]]:
         """The classes whose forward runs under autocast in this file, with the dtypes it may use ("?": unknown)."""
         return classes_under_autocast(self.outline, self.events("enter_autocast"))
+
+    @cached_property
+    def functions_in_autocast(self) -> frozenset[Function]:
+        """The functions that some caller in the file calls inside a region."""
+        return functions_in_autocast(self)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """The ancestors of a node, innermost first, up to its function or the module."""

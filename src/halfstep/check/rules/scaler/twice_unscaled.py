@@ -185,7 +185,7 @@ class DoubleUnscale(TraceRule):
             return None
         if len(owners) > 1 or last_name(owners.pop()) != engine.name:
             return None
-        if first.loops != event.loops or not only_settings(script, first, event):
+        if first.loops != event.loops or not only_settings(script, first, event) or _is_fallback(script, event):
             return None
         when = "" if engine.precision == "fp16" else "in fp16 "
         effect = "divides them by the scale again" if is_by_hand else "raises RuntimeError"
@@ -213,6 +213,13 @@ class DoubleUnscale(TraceRule):
             instead="one optimizer with two parameter groups, or a backward, a clipping and a step for each",
             severity=None if engine.precision == "fp16" else "warning",
         )
+
+
+def _is_fallback(script: Script, event: Event) -> bool:
+    """Whether a clipping runs only where no other has assigned its norm: `if norm is None: norm = accelerator.clip_grad_norm_(...)`."""
+    assignment = script.outline.parents.get(event.node)
+    targets = {key_of(t) for t in assignment.targets} if isinstance(assignment, ast.Assign) else set()
+    return any(guard.text in targets and not guard.is_true for guard in event.local.guards)
 
 
 def _inside_of(script: Script, event: Event) -> str:

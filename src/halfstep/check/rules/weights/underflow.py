@@ -11,7 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import with_autocast
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.lowered import RAISED, formats_of_tensor, has_dtype_of, names_with_dtype
-from halfstep.check.script.objects.outputs import Exit, called_in_autocast, leaves_autocast
+from halfstep.check.script.objects.outputs import Exit, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -26,6 +26,9 @@ _PRESERVES_DTYPE = frozenset({
 _PROBABILITIES = ("softmax", "log_softmax", "sigmoid")
 _CLAMPS = {"torch.clamp", "torch.clip", "torch.clamp_min"}
 _MOVES = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "add", "add_", "maximum"})
+_TINY = regex(
+    r"[\d.][eE]-0*(?:[7-9]|[1-9]\d)|0\.0{7}|\*\*\s*\(?-[1-9]\d*(?![.\d])"
+)  # what a constant that rounds to zero is written with
 _COMPLEMENT = regex(r"\blog\(\s*1(\.0*)? *- ")  # `log(1 - p)`
 _FOCAL = """\
 import torch
@@ -216,7 +219,7 @@ def _losses_in_float16(script: Script) -> Iterator[Function]:
     for function in script.outline.functions:
         if isinstance(function.node, ast.Module) or function.name in {"forward", "__init__"}:
             continue
-        if only and called_in_autocast(script, function) and _is_uncast(function):
+        if only and function in script.functions_in_autocast and _is_uncast(function):
             yield function
     for name in (n for n, dtypes in classes.items() if dtypes == {"float16"}):
         forward = script.outline.classes.get(name, {}).get("forward")
@@ -302,12 +305,13 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
 
 def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
     """The guards of what is made of a parameter for which a call of this file passes float16: `normalize(x.half())`."""
-    if not any(word in script.source.text for word in (".half(", "float16")):
+    text = script.source.text
+    if not any(word in text for word in (".half(", "float16")) or _TINY.search(text) is None:
         return
     for function in script.outline.functions:
         if isinstance(function.node, ast.Module) or not any(map(_underflows, ast.walk(function.node))):
             continue
-        for name in function.params if not called_in_autocast(script, function) else ():
+        for name in function.params if function not in script.functions_in_autocast else ():
             passed = script.outline.passed(name, function)
             if any(formats_of_tensor(script, value, caller) == {"float16"} for value, caller in passed):
                 names = names_with_dtype(function, name) - _moved(function)

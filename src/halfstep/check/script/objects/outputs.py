@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import Source, element_of, sources_of
+from halfstep.check.script.objects.callers import formats_of, regions_around
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
 from halfstep.check.script.objects.modules import attribute_values, created_classes
-from halfstep.check.script.objects.values import UNKNOWN, Autocast, argument, autocasts_of, constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MODEL_NAME",
     "Exit",
-    "called_in_autocast",
     "in_no_grad",
     "is_product",
     "keeps_dtype",
@@ -104,7 +104,7 @@ def leaves_autocast(
     if not depth or script.outline.names.uses(*_FRAMEWORKS):
         return None
     sources = sources_of(script.outline, logits, function, line)
-    if any(isinstance(s.node, ast.Call) for s in sources) and called_in_autocast(script, function):
+    if any(isinstance(s.node, ast.Call) for s in sources) and function in script.functions_in_autocast:
         return None
     return _exit_of_all(script, sources, function, depth)
 
@@ -127,11 +127,11 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
         return _leaves_before_call(script, node.id, function, depth)
     if not isinstance(node, ast.Call) or outline.names.full(node.func):
         return None
-    regions = _regions_around(script, node, function)
+    regions = regions_around(script, node, function)
     if not regions:
         return _leaves_in_call(script, node, source, function, depth)
     model = key_of(node.func).removesuffix(".forward")
-    formats = _formats_of(regions)
+    formats = formats_of(regions)
     is_first = source.position in {None, 0} or "logit" in source.name
     target = outline.call_target(node, function)
     is_cast = target is not None and _CASTS.search(ast.unparse(target.node))
@@ -210,27 +210,13 @@ def _is_off(name: str, call: ast.Call, target: Function) -> bool:
     return value is not None and constant(value) in {False, None}
 
 
-def called_in_autocast(script: Script, function: Function, depth: int = 3) -> bool:
-    """Whether some caller in the file calls a function inside a region, where losses are computed in float32."""
-    if function.name == "forward" and function.method:
-        return function.cls in script.classes_under_autocast
-    for call, caller in script.outline.calls.get(function.name, ()):
-        target = script.outline.call_target(call, caller)
-        if target is function or (target is None and function.method and isinstance(call.func, ast.Attribute)):
-            if _formats_of(_regions_around(script, call, caller)):
-                return True
-            if caller is not function and depth and called_in_autocast(script, caller, depth - 1):
-                return True
-    return False
-
-
 def runs_in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a region may be active where a node runs: around it, around a call of its function, or in a context not known."""
     if not script.autocasts:
         return False
     calls = [call for call, _ in script.outline.calls.get(function.name, ())]
     contexts = [context for part in (node, *calls) for context in _contexts_around(script, part)]
-    if any(map(_may_autocast, contexts)) or called_in_autocast(script, function):
+    if any(map(_may_autocast, contexts)) or function in script.functions_in_autocast:
         return not (script.has("backward") and _trained_outside(script, node, function))
     # Another file may call the function inside a region, unless it opens its own.
     is_called = isinstance(function.node, ast.Module) or bool(calls)
@@ -254,7 +240,7 @@ def _trained_outside(script: Script, node: ast.AST, function: Function, depth: i
             # Nothing around the calls of the training function may be a region either.
             sites = [c for c, f in outline.calls.get(caller.name, ()) if outline.call_target(c, f) is caller]
             around = [context for site in sites for context in _contexts_around(script, site)]
-            if sites and not any(map(_may_autocast, around)) and not called_in_autocast(script, caller):
+            if sites and not any(map(_may_autocast, around)) and caller not in script.functions_in_autocast:
                 return True
         elif caller is not function and depth and not is_training and _trained_outside(script, call, caller, depth - 1):
             return True
@@ -269,7 +255,7 @@ def _may_autocast(context: ast.expr) -> bool:
 def _leaves_before_call(script: Script, name: str, function: Function, depth: int) -> Exit | None:
     """The same for logits that a function gets: some caller passes them after its region has ended."""
     for value, caller in passed_for(script.outline, name, function):
-        if caller is function or _formats_of(_regions_around(script, value, caller)):
+        if caller is function or formats_of(regions_around(script, value, caller)):
             continue
         exit_ = leaves_autocast(script, value, caller, value.lineno, depth - 1)
         if exit_ is not None:
@@ -373,25 +359,3 @@ def _cast_in(node: ast.expr | None) -> ast.Call | None:
             return node
         node = node.func.value
     return None
-
-
-def _regions_around(script: Script, node: ast.AST, function: Function) -> list[Autocast]:
-    """The innermost autocast region around a node; several if a variable chooses one."""
-    outline = script.outline
-    for parent in script.above(node):
-        contexts: list[ast.expr] = []
-        if isinstance(parent, ast.With):
-            contexts = [item.context_expr for item in parent.items]
-        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            contexts = parent.decorator_list
-        regions = [a for context in contexts for a in autocasts_of(outline, context, function)]
-        if regions:
-            return regions
-    return []
-
-
-def _formats_of(regions: list[Autocast]) -> frozenset[str]:
-    """The formats of a region that may compute in 16 bits; none if it is disabled or the text does not decide it."""
-    dtypes: frozenset[str] = frozenset().union(*(a.dtypes for a in regions))
-    enabled = all(a.enabled != "no" for a in regions)
-    return dtypes if enabled and dtypes & SIXTEEN_BIT and UNKNOWN not in dtypes else frozenset()
