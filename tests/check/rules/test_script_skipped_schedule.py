@@ -203,3 +203,42 @@ FORMS = {
 def test_a_scale_that_is_compared_before_it_is_updated(changed, expected):
     """Only `update` changes the scale: two values that are read before it are equal, and say nothing about the step."""
     assert reported(COMPARED.format(**{**FORMS, **changed})) == expected
+
+
+TRAINED_IN_METHOD = """\
+import torch
+class Warmup:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+    def run(self, texts):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, decay)
+        for text in texts:
+            self.train_on(text)
+            scheduler.step()
+    def train_on(self, text):
+        tokens = encode(text)
+        if {unless}:
+            return 0.0
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(tokens)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("unless", "expected"),
+    [
+        ("len(tokens) < 2", [10]),
+        ("tokens.numel() == 0", [10]),
+        ("tokens is None", [10]),
+        ("grad_norm_is_large(tokens)", []),
+    ],
+)
+def test_batches_that_are_left_out_do_not_excuse_the_schedule(unless, expected):
+    """An iteration without data counts too, but so does one that the scaler skips."""
+    assert reported(TRAINED_IN_METHOD.format(unless=unless)) == expected

@@ -59,6 +59,7 @@ _PHASE = regex(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 _PER_STEP = regex(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
+_DATA = regex(r"^len\(|\.numel\(|\.size\(|\.shape|is None$")  # a batch that is left out
 _TESTED_LOSS = regex(
     r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*loss\w*(?:\.item\(\))?\)(?:\.item\(\))?", re.IGNORECASE
 )
@@ -347,7 +348,8 @@ class SchedulerIgnoresSkips(TraceRule):
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
-            is_accumulation(g) or _is_flag(script, g, step) for g in waits
+            is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
+            for g in waits
         )
 
 

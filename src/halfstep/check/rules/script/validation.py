@@ -14,6 +14,7 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
 from halfstep.check.script.flow.phases import is_drawn, is_probe, only_in_training
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.validations import old_probabilities, plain_validations
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
 from halfstep.check.script.objects.values import autocasts_of, text_of
@@ -112,6 +113,23 @@ class EvaluationWithoutAutocast(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
+        found = list(self._in_traces(script))
+        if found or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
+            yield from found
+            return
+        for call, name in plain_validations(script):
+            yield self._report(script, call, name)
+        for call, name in old_probabilities(script):
+            yield self._report(script, call, name, "; the ratio of their probabilities is not 1 for the same weights")
+
+    def _report(self, script: Script, node: ast.AST, name: str, effect: str = "") -> Finding:
+        return self.finding(
+            script.where(node),
+            f"`{name}` runs in float32 here, but under autocast in training{effect}",
+            instead='with torch.no_grad(), torch.autocast("cuda", ...):',
+        )
+
+    def _in_traces(self, script: Script) -> Iterator[Finding]:
         forwards = [e for e in script.events("forward") if not _LOSS.search(e.local.subject)]
         forwards = [e for e in forwards if not _generates(e) or _is_validation(script, e)]
         without = [e for e in forwards if _without_gradients(e) or _evaluates(script, e)]
@@ -163,11 +181,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             )
             if lineage is not None and any(c.low and c.form != "cast" for c in lineage.casts):
                 continue  # loaded in 16 bits
-            yield self.finding(
-                script.where(node),
-                f"`{name}` runs in float32 here, but under autocast in training",
-                instead='with torch.no_grad(), torch.autocast("cuda", ...):',
-            )
+            yield self._report(script, node, name)
             return
 
 

@@ -1,0 +1,144 @@
+"""Functions that validate, or record log-probabilities, without a region in reach, next to functions that train in one.
+
+The forwards of a trace show most validations without autocast. What they do not show are models that validation uses through
+other methods than training, `model.reconstruct(x)`, and functions that other files call. Here the names decide: a function named for validation that
+disables gradients, runs a model, and reads nothing that could be a region, neither itself nor in what it calls or is called in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["old_probabilities", "plain_validations"]
+
+_VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
+_ASIDE = regex(
+    r"sampl|generat|infer|predict|demo|fid|visual|plot|image|export|speed|bench|flops|profil|memory|loader|data|split|config|args|setup|parse|collate",
+    re.IGNORECASE,
+)
+_ASIDE_OF_UPDATES = regex(r"valid|eval|test|demo|plot|visual|reward|benchmark", re.IGNORECASE)
+_MODEL = regex(r"(^|[._])(model|net|network|student|unet|backbone|encoder|generator|policy)$", re.IGNORECASE)
+_MAKES = regex(r"(^|\.)_*(load|create|build|get|make|init|set|setup|prepare|unwrap|wrap|compile|save)_")
+_PRECISION = regex(
+    r"autocast|amp_|_amp|\bctx\b|context|precision|mixed|accelerat|fabric|trainer|runner|engine|fp16|bf16|half|float16",
+    re.IGNORECASE,
+)
+_NO_GRADIENTS = regex(r"no_grad|inference_mode")
+_RATIO = regex(r"exp\(\s*[\w.\[\]]+\s*-\s*\(?[\w.]*(^|[\W_])old_?\w*", re.IGNORECASE)
+_PROBABILITIES = regex(r"log_?softmax|log_?prob|logp|logps", re.IGNORECASE)
+_REFERENCE = regex(r"(^|[._])(ref|reference|reward|critic|value|teacher)", re.IGNORECASE)
+# Methods of a module that compute nothing.
+_OF_MODULES = {
+    "eval", "train", "to", "cuda", "cpu", "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "children",
+    "half", "float", "zero_grad", "requires_grad_", "register_buffer", "apply", "generate", "items", "keys", "values", "get",
+}  # fmt: skip
+
+
+def plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The first call of a model in each such function, and the model's name."""
+    functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    owners = {f.cls for f in functions if _trains_in_region(f)}
+    for function in functions:
+        if not _VALIDATES.search(function.name) or _ASIDE.search(function.name) or function.cls not in owners:
+            continue
+        model = next(_forwards(script, function), None)
+        if model is None or not _NO_GRADIENTS.search(ast.unparse(function.node)):
+            continue
+        if not _may_be_in_region(script, function, functions):
+            yield model
+
+
+def old_probabilities(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The first forward outside any region that gives the log-probabilities which those of an update under autocast are compared with."""
+    functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if not _RATIO.search(script.source.text) or not any(map(_trains_in_region, (*functions, script.outline.module))):
+        return
+    for function in functions:
+        if not _PROBABILITIES.search(ast.unparse(function.node)) or _ASIDE_OF_UPDATES.search(function.name):
+            continue
+        for call, name in _forwards(script, function):
+            contexts = [text_of(context) for context in _contexts_around(script, call)]
+            if _REFERENCE.search(name) or not any(map(_NO_GRADIENTS.search, contexts)):
+                continue
+            if not any(map(_PRECISION.search, contexts)) and not _is_called_in_region(script, function):
+                yield call, name
+            return
+
+
+def _contexts_around(script: Script, node: ast.AST) -> Iterator[ast.expr]:
+    """The contexts around a node in its function, and the function's decorators."""
+    for parent in script.above(node):
+        if isinstance(parent, ast.With):
+            yield from (item.context_expr for item in parent.items)
+        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from parent.decorator_list
+
+
+def _trains_in_region(function: Function) -> bool:
+    """Whether a function calls backward, and opens what its text calls autocast."""
+    inside = list(ast.walk(function.node))
+    contexts = [item.context_expr for n in inside if isinstance(n, ast.With) for item in n.items]
+    return any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in inside) and any(
+        "autocast" in ast.unparse(context) for context in contexts
+    )
+
+
+def _forwards(script: Script, function: Function) -> Iterator[tuple[ast.Call, str]]:
+    """The calls of models in a function, in its order, with the names of the models."""
+    calls = sorted(
+        (n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: (c.lineno, c.col_offset)
+    )
+    defined = {f.name for f in script.outline.functions}
+    for call in calls:
+        key = key_of(call.func)
+        owner = key.rpartition(".")[0]
+        if last_name(key) in defined or _MAKES.search(key) or _is_made_here(function, key.partition(".")[0]):
+            continue
+        if _MODEL.search(key):
+            yield call, key
+        elif _MODEL.search(owner) and last_name(key) not in _OF_MODULES:
+            yield call, owner
+
+
+def _is_made_here(function: Function, name: str) -> bool:
+    """Whether a function makes a variable itself, from a checkpoint for example, rather than from a model that it has."""
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Assign) and name in map(key_of, node.targets) and isinstance(node.value, ast.Call):
+            arguments = (key_of(value) for value in arguments_of(node.value))
+            if not any(map(_MODEL.search, arguments)):
+                return True
+    return False
+
+
+def _may_be_in_region(script: Script, function: Function, functions: list[Function]) -> bool:
+    """Whether a function, or one that it calls, mentions a precision, or is called where the text does."""
+    reached, waiting = {function.name}, [function]
+    while waiting:
+        node = waiting.pop().node
+        body = [*getattr(node, "body", ()), *getattr(node, "decorator_list", ())]
+        if any(_PRECISION.search(ast.unparse(part)) for part in body):
+            return True
+        called = {last_name(key_of(n.func)) for n in ast.walk(node) if isinstance(n, ast.Call)} - reached
+        reached |= called
+        waiting += [f for f in functions if f.name in called]
+    return _is_called_in_region(script, function)
+
+
+def _is_called_in_region(script: Script, function: Function) -> bool:
+    """Whether a function is called in a context that mentions a precision."""
+    for node in ast.walk(script.tree):
+        contexts = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+        if any(_PRECISION.search(text_of(context)) for context in contexts):
+            calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call))
+            if function.name in {last_name(key_of(func)) for func in calls}:
+                return True
+    return False
