@@ -14,6 +14,7 @@ from halfstep.check.simulation.values import (
     Library,
     Params,
     Tensor,
+    Test,
     Unknown,
     is_plain,
     unknown,
@@ -26,6 +27,7 @@ BUILTINS = {
     "list", "dict", "tuple", "set", "sum", "super", "iter", "next", "any", "all", "abs", "round", "type", "exit", "quit", "object",
     "setattr", "sorted", "reversed", "map", "filter", "callable", "id", "open", "vars",
 }  # fmt: skip  # fmt: skip
+MAX_KEYS = 8  # of a table of formats
 _WITHOUT_ATTRIBUTES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "abc.ABC"}
 
 
@@ -50,6 +52,8 @@ class Expressions(Decisions):
             if node.id in scope.local and node.id not in scope.of_parent:
                 return unknown(node.id)  # not assigned yet on this path
             scope = scope.parent
+        if node.id == "__name__":
+            return "__main__"
         if node.id in BUILTINS:
             return Library(node.id)
         return Library(self.table[node.id]) if node.id in self.table else unknown(node.id)
@@ -104,16 +108,24 @@ class Expressions(Decisions):
             return base if isinstance(base, Tensor | Params) else Unknown(self.path.fresh("slice"))
         index = self.value(node.slice, env)
         if isinstance(base, dict | list | tuple | str):
-            if is_plain(index):
-                try:
-                    return base[index]
-                except (LookupError, TypeError):
-                    pass
-            return Unknown(self.path.fresh("element"))
+            return self.element(base, index)
         if isinstance(base, Unknown) and is_plain(index):
             name = index if isinstance(index, str) else repr(index)
             return unknown(f"{base.key}.{name}")
         return base if isinstance(base, Tensor | Params) else Unknown(self.path.fresh("element"))
+
+    def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
+        """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""
+        if is_plain(index):
+            try:
+                return base[index]
+            except (LookupError, TypeError):
+                return Unknown(self.path.fresh("element"))
+        if isinstance(base, dict) and isinstance(index, Unknown) and is_plain(list(base)) and len(base) <= MAX_KEYS:
+            for key in base:
+                if self.truth(Test(index.key, "==", key), 1):
+                    return base[key]
+        return Unknown(self.path.fresh("element"))
 
     def _value_Tuple(self, node: ast.Tuple, env: Env) -> Any:
         return tuple(self.value(e, env) for e in node.elts)

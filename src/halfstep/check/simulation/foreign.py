@@ -31,7 +31,9 @@ HARMLESS = regex(
     r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
 )
 _TRAINS = regex(r"backward|step|optimi|scaler|update|train|fit|grad|scale_loss|learn")
-_STABLE = regex(r"^(get|getattr|is_\w+|has_\w+|getboolean|getint|get_\w+|parse_args|parse_known_args|pop)$")
+_STABLE = regex(
+    r"^(get|getattr|is_\w+|has_\w+|getboolean|getint|get_\w+|parse_args|parse_known_args|pop|lower|upper|strip|startswith|endswith)$"
+)
 
 
 class Foreign(Decisions):

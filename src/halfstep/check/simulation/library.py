@@ -79,7 +79,8 @@ class Libraries(Decisions):
             return Autocast("", passed.get("enabled", True), node)
         if dtype is None:
             default = {"cuda": "float16", "cpu": "bfloat16 of a CPU"}
-            name = default.get(device.partition(":")[0], "") if isinstance(device, str) else ""
+            # A device that is not known is CUDA, on which people train in mixed precision.
+            name = default.get(device.partition(":")[0], "") if isinstance(device, str) else "float16"
         else:
             full_name = dtype.full if isinstance(dtype, Library) else ""
             name = (

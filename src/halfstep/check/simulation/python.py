@@ -101,6 +101,12 @@ class Python(Decisions):
         value = args[0] if args else False
         return value if isinstance(value, Unknown | Test | Negated) else self.truth(value)
 
+    def _builtin_str(self, args: list[Any], node: ast.AST) -> Any:
+        value = args[0] if args else ""
+        return (
+            str(value) if is_plain(value) else value if isinstance(value, Unknown) else Unknown(self.path.fresh("str"))
+        )
+
     def _largest(self, args: list[Any], choose: Any) -> Any:
         values = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
         if values and all(isinstance(v, int | float) for v in values):
@@ -159,8 +165,9 @@ class Python(Decisions):
                 base.extend(args[0] if isinstance(args[0], list | tuple) else args[:1])
                 return None
         if isinstance(base, dict):
-            if name == "get" and args and is_plain(args[0]):
-                return base.get(args[0], args[1] if len(args) > 1 else None)
+            if name == "get" and args:
+                default = args[1] if len(args) > 1 else None
+                return base.get(args[0], default) if is_plain(args[0]) else self.element(base, args[0])
             if name in {"items", "values", "keys"}:
                 return [*map(tuple, base.items())] if name == "items" else list(getattr(base, name)())
             if name == "update" and args and isinstance(args[0], dict):

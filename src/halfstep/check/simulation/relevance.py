@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from halfstep.check.regex import regex
 
-__all__ = ["Relevance"]
+__all__ = ["Relevance", "leaves", "rejects"]
 
 _EVENTS = {
     "backward", "step", "update", "unscale_", "scale", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
@@ -19,6 +19,7 @@ _NOT_AN_EVENT = regex(
     r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress"
 )
 _LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+_ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -34,8 +35,22 @@ def _is_event(call: ast.Call) -> bool:
     return not (name in {"step", "update", "scale"} and _NOT_AN_EVENT.search(owner.lower()))
 
 
+def leaves(node: ast.AST) -> bool:
+    """Whether it is a statement after which nothing of its block runs, or a call that ends the process."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func) in _ENDS
+    return isinstance(node, _LEAVES)
+
+
 def _clears(node: ast.Attribute) -> bool:
     return node.attr == "zero_grad" or (node.attr == "grad" and isinstance(node.ctx, ast.Store))
+
+
+def rejects(body: list[ast.stmt]) -> bool:
+    """Whether a block ends the run whatever it is: the `else` of a chain that knows no other value."""
+    if len(body) == 1 and isinstance(body[0], ast.If):
+        return rejects(body[0].body) and rejects(body[0].orelse)
+    return bool(body) and (isinstance(body[-1], ast.Raise) or (isinstance(body[-1], ast.Expr) and leaves(body[-1])))
 
 
 _Answer = TypeVar("_Answer")
@@ -108,7 +123,7 @@ class Relevance:
         """Whether it acts, leaves, or assigns what decides."""
         if self.acts(node):
             return True
-        if any(isinstance(n, _LEAVES) for n in ast.walk(node)):
+        if any(map(leaves, ast.walk(node))):
             return True
         return any(key.rpartition(".")[2] in self._live for key in self.assigned(node))
 

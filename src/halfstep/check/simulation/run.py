@@ -54,6 +54,10 @@ class Run:
         """Assign to a name, an attribute, an element or several."""
         raise NotImplementedError
 
+    def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
+        """An element of a container of the script's own."""
+        raise NotImplementedError
+
     def run(self, body: list[ast.stmt], env: Env) -> None:
         """Run a block."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ from typing import Any
 from halfstep.check.simulation.assignments import Assignments
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
+from halfstep.check.simulation.relevance import leaves, rejects
 from halfstep.check.simulation.values import (
     Autocast,
     Class,
@@ -113,10 +114,10 @@ class Statements(Assignments):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
             return
         test = self.value(node.test, env)
-        leaves = isinstance(node.body[-1], ast.Continue | ast.Raise | ast.Return | ast.Break)
         is_special = isinstance(test, Test) and isinstance(test.other, str) and not PRECISION.search(test.question)
-        chosen = node.body if self.truth(test, int(not node.orelse and (leaves or is_special))) else node.orelse
-        self.run(chosen, env)
+        is_skip = not node.orelse and (leaves(node.body[-1]) or is_special)
+        is_passed = (is_skip or rejects(node.body)) and not rejects(node.orelse)
+        self.run(node.body if self.truth(test, int(is_passed)) else node.orelse, env)
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:
         test = self.value(node.test, env)

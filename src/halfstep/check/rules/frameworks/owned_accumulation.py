@@ -18,6 +18,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at,
 from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
@@ -293,7 +294,7 @@ def _steps_name(node: ast.expr) -> str:
 def _assignments(function: Function) -> dict[str, list[ast.Assign | ast.AugAssign]]:
     """The assignments of a function by the variables they bind."""
     by_key: dict[str, list[ast.Assign | ast.AugAssign]] = {}
-    for node in ast.walk(function.node):
+    for node in statements_in(function.node):
         if isinstance(node, ast.Assign | ast.AugAssign):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 by_key.setdefault(key_of(target), []).append(node)

@@ -167,7 +167,7 @@ class UpdateBeforeStep(TraceRule):
         event = trace[index]
         near = trace[max(0, index - MAX_EVENTS) : index + MAX_EVENTS]
         inside = [e for e in near if e.loops[: len(event.loops)] == event.loops and compatible(e, event)]
-        at = next(i for i, e in enumerate(inside) if e is event)
+        at = next((i for i, e in enumerate(inside) if e is event), 0)  # not among them where no run reaches it
         before = next((e for e in reversed(inside[:at]) if e.kind in {"scaler_step", "backward"}), None)
         backs = [i for i in range(at) if inside[i].kind == "backward"]
         if before is None or before.kind != "scaler_step" or not backs or not repeats(event):

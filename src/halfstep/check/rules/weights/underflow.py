@@ -14,6 +14,7 @@ from halfstep.check.script.objects.lowered import RAISED, formats_of_tensor, has
 from halfstep.check.script.objects.outputs import Exit, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
@@ -29,6 +30,7 @@ _MOVES = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_
 _TINY = regex(
     r"[\d.][eE]-0*(?:[7-9]|[1-9]\d)|0\.0{7}|\*\*\s*\(?-[1-9]\d*(?![.\d])"
 )  # what a constant that rounds to zero is written with
+_HALF = regex(r"\.half\(|float16")
 _COMPLEMENT = regex(r"\blog\(\s*1(\.0*)? *- ")  # `log(1 - p)`
 _FOCAL = """\
 import torch
@@ -306,10 +308,12 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
 def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
     """The guards of what is made of a parameter for which a call of this file passes float16: `normalize(x.half())`."""
     text = script.source.text
-    if not any(word in text for word in (".half(", "float16")) or _TINY.search(text) is None:
+    if _HALF.search(text) is None or _TINY.search(text) is None:
         return
+    tiny = [number for number, line in enumerate(text.split("\n"), 1) if _TINY.search(line)]
     for function in script.outline.functions:
-        if isinstance(function.node, ast.Module) or not any(map(_underflows, ast.walk(function.node))):
+        first, last = getattr(function.node, "lineno", 0), getattr(function.node, "end_lineno", None) or 0
+        if not any(first <= line <= last for line in tiny) or not any(map(_underflows, nodes_in(function.node))):
             continue
         for name in function.params if function not in script.functions_in_autocast else ():
             passed = script.outline.passed(name, function)

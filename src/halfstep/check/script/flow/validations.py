@@ -36,22 +36,20 @@ _NO_GRADIENTS = regex(r"no_grad|inference_mode")
 _RATIO = regex(r"exp\(\s*[\w.\[\]]+\s*-\s*\(?[\w.]*(^|[\W_])old_?\w*", re.IGNORECASE)
 _PROBABILITIES = regex(r"log_?softmax|log_?prob|logp|logps", re.IGNORECASE)
 _REFERENCE = regex(r"(^|[._])(ref|reference|reward|critic|value|teacher)", re.IGNORECASE)
-# Methods of a module that compute nothing.
-_OF_MODULES = {
-    "eval", "train", "to", "cuda", "cpu", "parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "children",
-    "half", "float", "zero_grad", "requires_grad_", "register_buffer", "apply", "generate", "items", "keys", "values", "get",
-}  # fmt: skip
+_COMPUTES = regex(
+    r"^_*(forward|encod|decod|reconstruct|comput|loss|predict|score|extract|embed|denois|transform|backbone|head|training_)"
+)
 
 
 def plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
-    """The first call of a model in each such function, and the model's name."""
+    """The first call of a method of a model in each such function, and the model's name; calls of the model itself are in traces."""
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     owners = {f.cls for f in functions if _trains_in_region(f)}
     for function in functions:
         if not _VALIDATES.search(function.name) or _ASIDE.search(function.name) or function.cls not in owners:
             continue
         model = next(_forwards(script, function), None)
-        if model is None or not _NO_GRADIENTS.search(ast.unparse(function.node)):
+        if model is None or key_of(model[0].func) == model[1] or not _NO_GRADIENTS.search(ast.unparse(function.node)):
             continue
         if not _may_be_in_region(script, function, functions):
             yield model
@@ -105,7 +103,7 @@ def _forwards(script: Script, function: Function) -> Iterator[tuple[ast.Call, st
             continue
         if _MODEL.search(key):
             yield call, key
-        elif _MODEL.search(owner) and last_name(key) not in _OF_MODULES:
+        elif _MODEL.search(owner) and _COMPUTES.search(last_name(key)):
             yield call, owner
 
 

@@ -14,7 +14,7 @@ import ast
 import copy
 from functools import lru_cache
 
-from halfstep.check.script.syntax.children import statements_in
+from halfstep.check.script.syntax.children import nodes_in, statements_in
 from halfstep.check.script.syntax.evaluate import OPEN, chosen_case, value_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import Function, default_of
@@ -63,7 +63,7 @@ class _Known(ast.NodeTransformer):
 
 @lru_cache(maxsize=64)  # a function that settings come from is called in several places
 def _is_generator(function: Function) -> bool:
-    return any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in ast.walk(function.node))
+    return any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in nodes_in(function.node))
 
 
 def _arguments(call: ast.Call, function: Function) -> Known:
@@ -118,7 +118,7 @@ def _assign(statement: ast.stmt, known: Known) -> None:
     """Add what a statement assigns to the values; remove what it assigns in a way that the text does not decide."""
     target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
     value = _value(statement.value, known) if isinstance(statement, ast.Assign) else OPEN
-    for node in ast.walk(statement) if known else ():  # most functions have no known value, and walking them is slow
+    for node in nodes_in(statement) if known else ():  # most functions have no known value, and walking them is slow
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             known.pop(node.id, None)
     if isinstance(target, ast.Name) and value is not OPEN:

@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 
 from halfstep.check.regex import regex
+from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, last_name_of
 
@@ -44,7 +45,7 @@ def data_scalers(outline: Outline) -> frozenset[str]:
     if not names:
         return frozenset()
     used: set[str] = set()
-    for node in ast.walk(outline.module.node):
+    for node in nodes_in(outline.module.node):
         if isinstance(node, ast.Attribute) and node.attr in _OF_DATA:
             used.add(last_name_of(node.value))
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
