@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
-from halfstep.check.simulation.values import Env, Instance, Params, Scaler, Tensor, Unknown, unknown
+from halfstep.check.simulation.values import Env, Instance, Library, Params, Scaler, Tensor, Unknown, unknown
 
 __all__ = ["Assignments"]
+
+MAX_ENTRIES = 8  # of a table that a loop fills
 
 
 class Assignments(Decisions):
@@ -18,6 +20,8 @@ class Assignments(Decisions):
 
     def assign(self, target: ast.expr, value: Any, env: Env) -> None:
         """Assign to a name, an attribute, an element or several."""
+        if isinstance(target, ast.Name | ast.Attribute):
+            self._note_none(target.id if isinstance(target, ast.Name) else target.attr, value)
         if isinstance(target, ast.Name):
             self.assign_name(env, target.id, value)
         elif isinstance(target, ast.Attribute):
@@ -39,6 +43,14 @@ class Assignments(Decisions):
             has_place = isinstance(index, int) and isinstance(base, list) and -len(base) <= index < len(base)
             if has_place or (isinstance(base, dict) and isinstance(index, str | int)):
                 operator.setitem(base, index, value)
+            elif isinstance(base, dict) and isinstance(index, Unknown | Library) and len(base) < MAX_ENTRIES:
+                base[index] = value
+
+    def _note_none(self, name: str, value: Any) -> None:
+        if "scaler" in name.lower():
+            self.none_since.pop(name, None)
+            if value is None:
+                self.none_since[name] = len(self.path.taken)
 
     def _assign_several(self, targets: list[ast.expr], value: Any, env: Env) -> None:
         if isinstance(value, list | tuple) and len(value) == len(targets):

@@ -13,6 +13,8 @@ __all__ = ["Decisions"]
 
 _RARE = regex(r"resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_")
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
+_NOT_FINITE = regex(r"finite|isnan|isinf")
+_HAS_CUDA = "torch.cuda.is_available()"
 WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 
 
@@ -30,7 +32,10 @@ class Decisions(Run):
             key = value.key if isinstance(value, Unknown) else self.path.fresh("tensor")
             if self.path.answers.get(f"{key} is None") == 0:
                 return False
-            holds = self.path.choose(key, 2, 1 if _RARE.search(key) else default) == 0
+            expected = 0 if key == _HAS_CUDA else 1 if _RARE.search(key) else default
+            holds = self.path.choose(key, 2, expected) == 0
+            if _NOT_FINITE.search(key) and holds == (expected == 1):
+                self.gradients.skips += 1  # what the script does after an overflow
             if holds:
                 self.path.settle(f"{key} is None", 1)
             self._note_absent(key, absent=not holds)

@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Class,
     Env,
@@ -70,6 +71,8 @@ class Expressions(Decisions):
         if isinstance(base, Class):
             member = base.lookup(name)
             return unknown(f"{base.node.name}.{name}") if member is ... else member
+        if isinstance(base, str) and name == "type":  # of a device
+            return base.partition(":")[0]
         if isinstance(base, Unknown):
             return unknown(base.key if name == "module" else f"{base.key}.{name}")
         if isinstance(base, Tensor):
@@ -116,7 +119,7 @@ class Expressions(Decisions):
 
     def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
         """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""
-        if is_plain(index):
+        if is_plain(index) or (isinstance(base, dict) and isinstance(index, Unknown | Library) and index in base):
             try:
                 return base[index]
             except (LookupError, TypeError):
@@ -159,6 +162,10 @@ class Expressions(Decisions):
         value = self.value(node.value, env)
         self.assign(node.target, value, env)
         return value
+
+    def _value_Yield(self, node: ast.Yield, env: Env) -> Any:
+        self.entering = list(self.regions)
+        raise Left("yield")
 
     def _value_Await(self, node: ast.Await, env: Env) -> Any:
         return self.value(node.value, env)

@@ -63,12 +63,15 @@ class Foreign(Decisions):
         formats, region = self.format_here()
         tensors = combined(*args)
         models = None
+        used = {key} | {a.key for a in args if isinstance(a, Unknown | Instance)}
         if tensors.models is not None:
-            models = tensors.models | {key} | {a.key for a in args if isinstance(a, Unknown)}
-        halved = tensors.halved | ({key} if "float16" in formats else set())
-        return Tensor(
+            models = tensors.models | used
+        halved = tensors.halved | (used if "float16" in formats else set())
+        result = Tensor(
             models, formats | tensors.formats, tensors.scaler, tensors.version, tensors.region or region, halved
         )
+        self.gradients.computed = combined(self.gradients.computed, result)
+        return result
 
     def hand_over(self, name: str, values: list[Any]) -> None:
         """Code of another file gets these values."""
@@ -99,7 +102,10 @@ class Foreign(Decisions):
     def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
         """A new optimizer over what is passed first."""
         models = self.models_in(args[0]) if args else None
-        made = Optimizer(self.target_of(node) or name, models, node)
+        made = Optimizer(self.target_of(node) or name, models, node, tuple(self.sites))
+        if self.target_of(node):  # the one of the fold before is gone
+            old = [o for o in self.gradients.optimizers if o.node is node and o.sites == made.sites]
+            self.gradients.optimizers[:] = [o for o in self.gradients.optimizers if o not in old]
         self.gradients.optimizers.append(made)
         return made
 

@@ -10,6 +10,7 @@ from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Autocast,
     Class,
+    Entered,
     Env,
     Func,
     Instance,
@@ -79,7 +80,7 @@ class Functions(Decisions):
             own = function.cls.lookup("__call__")
             if isinstance(own, Func):
                 return self.call_function(Func(own.node, own.env, function, own.cls), args, kwargs, node)
-            return self.forward(function.key, [*args, *kwargs.values()])
+            return self._forward_of(function, args, kwargs, node)
         if isinstance(function, Library):
             return self.call_library(function.full, args, kwargs, node)
         if isinstance(function, Unknown):
@@ -87,6 +88,15 @@ class Functions(Decisions):
         if isinstance(function, Tensor):
             return combined(function, *args)
         return Unknown(self.path.fresh("call"))
+
+    def _forward_of(self, module: Instance, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Tensor:
+        """What a module of the script computes; its `forward` is run if it opens a region of its own."""
+        own = module.cls.lookup("forward")
+        result = None
+        if isinstance(own, Func) and self.relevance.acts(own.node):
+            result = self.call_function(Func(own.node, own.env, module, own.cls), args, kwargs, node)
+        inside = result if isinstance(result, Tensor) else None
+        return self.forward(module.key, [*args, *kwargs.values(), *([inside] if inside is not None else [])])
 
     def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """What a function of the script returns."""
@@ -96,17 +106,21 @@ class Functions(Decisions):
             return self.call_unknown(f"self.{function.node.name}", args, kwargs, node)
         depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
+        self.sites.append(node)
+        self.entered.add(function.node)
         try:
             if isinstance(function.node, ast.Lambda):
                 return self.value(function.node.body, env)
-            if self.relevance.yields(function.node):
+            is_context = any("contextmanager" in ast.unparse(d) for d in function.node.decorator_list)
+            if self.relevance.yields(function.node) and not is_context:
                 return Unknown(self.path.fresh(function.node.name))  # its statements run later
             self._enter_decorators(function.node.decorator_list, function.env)
             self.run(function.node.body, env)
         except Left as left:
-            return left.value
+            return Entered(tuple(self.entering[depth:])) if left.kind == "yield" else left.value
         finally:
             self.active.pop()
+            self.sites.pop()
             del self.regions[depth:]
         return None
 

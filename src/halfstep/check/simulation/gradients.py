@@ -9,11 +9,15 @@ reported until the next call of the script that settles it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from dataclasses import dataclass
 
-from halfstep.check.simulation.values import Optimizer, Scaler, Tensor
+from halfstep.check.simulation.values import UNKNOWN_TENSOR, Optimizer, Scaler, Tensor
 
 __all__ = ["Gradients", "Mishap", "Raised"]
+
+
+NOTHING = Tensor(frozenset())
 
 
 class Raised(Exception):
@@ -40,7 +44,8 @@ class _Backward:
 class Gradients:
     """The gradients of one run."""
 
-    def __init__(self, *, are_cleared: bool = True) -> None:
+    def __init__(self, *, are_cleared: bool = True, reads_gradients: bool = False) -> None:
+        self.reads_gradients = reads_gradients  # the script itself uses them, before it clears them
         self.are_cleared = are_cleared  # somewhere in the script; in a fragment, after each step
         self.mishaps: list[Mishap] = []
         self.backwards: list[_Backward] = []
@@ -49,6 +54,7 @@ class Gradients:
         self.is_sure = True  # no code of another file may have run a backward pass or a step so far
         self.may_lack_scaler = False  # a caller passes none, for reasons that the script does not show
         self.is_partial = False  # some parameters may have no gradients
+        self.computed = NOTHING  # what models have computed since the last backward pass
         self.skips = 0  # how often the run left an iteration or function early
         self._failed: set[ast.AST] = set()  # steps without gradients
         self._skips_at: dict[tuple[Scaler, Optimizer], int] = {}
@@ -57,15 +63,34 @@ class Gradients:
 
     def backward(self, loss: Tensor, node: ast.AST) -> None:
         """A backward pass."""
+        self.computed = NOTHING
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
 
-    def clear(self, models: frozenset[str] | None, optimizer: Optimizer | None = None) -> None:
+    def lost_loss(self) -> Tensor:
+        """A loss that the run has lost sight of: it was computed from what models computed since the last backward pass."""
+        return dataclasses.replace(self.computed, models=None) if self.computed.formats else UNKNOWN_TENSOR
+
+    def clear(
+        self, models: frozenset[str] | None, optimizer: Optimizer | None = None, node: ast.AST | None = None
+    ) -> None:
         """Gradients of an optimizer, of models, or of unknown parameters are cleared."""
         for each in self.optimizers if optimizer is None else [optimizer]:
             if optimizer is not None or self._is_alone(each) or self._has(each, models):
+                self._note_waste(each, node)
                 each.cleared, each.is_sure, each.clipped = len(self.backwards), True, None
             elif each.models is None or models is None:
                 each.is_sure = False
+            else:  # models of other names, which may be the same ones
+                each.cleared_perhaps = len(self.backwards)
+
+    def _note_waste(self, optimizer: Optimizer, node: ast.AST | None) -> None:
+        """Gradients that no step has used are cleared, for the second time with a step between the two."""
+        wasted = [p for p in self._parts(optimizer) or () if p.number > optimizer.stepped]
+        if node is None or not wasted or self.reads_gradients or not self._is_alone(optimizer):
+            return
+        if optimizer.wasted < optimizer.stepped and optimizer.wasted and self.skips == optimizer.skips_at_waste:
+            self._add("HS156", node, f"gradients of `{optimizer.key}` are cleared before a step has used them: those of the other micro-batches of a window are lost", f"call {optimizer.key}.zero_grad() after the step")  # fmt: skip
+        optimizer.wasted, optimizer.skips_at_waste = len(self.backwards), self.skips
 
     def scale(self, scaler: Scaler, loss: Tensor) -> None:
         """`scaler.scale(loss)` of an enabled scaler."""
@@ -110,6 +135,7 @@ class Gradients:
         if optimizer in scaler.stepped and scaler.is_sure:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
         self._confirm_clip(optimizer)
+        self._confirm_void_clip(optimizer, node)
         if not self._has_leftovers(optimizer, parts, node) and parts and scaler.is_sure:
             self._judge_parts(scaler, optimizer, parts, node)
         if optimizer not in scaler.unscaled:
@@ -130,7 +156,8 @@ class Gradients:
 
     def _has_leftovers(self, optimizer: Optimizer, parts: list[_Backward] | None, node: ast.AST) -> bool:
         """Whether gradients that an earlier step has used are still there, which is reported."""
-        leftovers = [p for p in parts or () if p.number <= optimizer.stepped and self.is_sure]
+        used = [p for p in parts or () if p.number <= optimizer.stepped and self.is_sure]
+        leftovers = [p for p in used if p.number > optimizer.cleared_perhaps]
         if leftovers:
             self._add("HS156", node, f"`{optimizer.key}` steps again on gradients of the step before, which nothing has cleared: they add up over all batches", f"call {optimizer.key}.zero_grad() after each step")  # fmt: skip
         return bool(leftovers)
@@ -163,6 +190,7 @@ class Gradients:
         self._meet(optimizer)
         parts = self._parts(optimizer)
         self._confirm_clip(optimizer)
+        self._confirm_void_clip(optimizer, node)
         has_leftovers = self._has_leftovers(optimizer, parts, node)
         optimizer.stepped = len(self.backwards)
         if has_leftovers or parts is None:
@@ -184,10 +212,38 @@ class Gradients:
             if not self._is_alone(each) and not self._has(each, models):
                 continue
             parts = self._parts(each)
+            self._note_void_clip(each, parts, node)
             scaled = [p for p in parts or () if p.loss.scaler is not None and p.loss.scaler.is_sure]
             if scaled and not self._is_unscaled(each):
                 key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
+                each.void_clip = None
                 each.clipped = Mishap("HS104", node, f"gradients of `{each.key}` are clipped while they are multiplied by the scale of `{key}`", f"call {key}.unscale_({each.key}) before clipping")  # fmt: skip
+
+    def _note_void_clip(self, optimizer: Optimizer, parts: list[_Backward] | None, node: ast.AST) -> None:
+        """Gradients are clipped of which there are none, or that a step has used."""
+        optimizer.void_clip = None
+        if parts is None or not self.backwards or not self.is_sure or any(p.number > optimizer.stepped for p in parts):
+            return
+        if optimizer.stepped == len(self.backwards) and optimizer.step_line < getattr(node, "lineno", 0):
+            optimizer.void_clip = Mishap("HS109", node, f"gradients of `{optimizer.key}` are clipped after the step that used them: nothing is clipped", "clip between backward and step")  # fmt: skip
+        elif not parts:
+            optimizer.void_clip = Mishap("HS118", node, f"gradients of `{optimizer.key}` are clipped before backward has computed them: nothing is clipped", "clip between backward and step")  # fmt: skip
+
+    def _confirm_void_clip(self, optimizer: Optimizer, node: ast.AST) -> None:
+        """A step whose gradients nothing has clipped since backward, although a clip ran before it."""
+        if optimizer.void_clip is not None:
+            self.mishaps.append(optimizer.void_clip)
+            optimizer.void_clip = None
+        optimizer.step_line = getattr(node, "lineno", 0)
+
+    def is_none(self, name: str, node: ast.AST) -> None:
+        """A scaler that is None in this run is used."""
+        self._add(
+            "HS176",
+            node,
+            f"`{name}` can be None here, which raises AttributeError",
+            "create it always, with `enabled=`",
+        )
 
     def missing(self, name: str, node: ast.AST, place: ast.AST) -> None:
         """A scaler is used in a run that has not created it."""

@@ -8,7 +8,6 @@ from typing import Any
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.values import (
-    UNKNOWN_TENSOR,
     Autocast,
     Instance,
     Library,
@@ -78,9 +77,7 @@ class Libraries(Decisions):
         if "" in kwargs:
             return Autocast("", passed.get("enabled", True), node)
         if dtype is None:
-            default = {"cuda": "float16", "cpu": "bfloat16 of a CPU"}
-            # A device that is not known is CUDA, on which people train in mixed precision.
-            name = default.get(device.partition(":")[0], "") if isinstance(device, str) else "float16"
+            name = self._default_format(device)
         else:
             full_name = dtype.full if isinstance(dtype, Library) else ""
             name = (
@@ -93,6 +90,16 @@ class Libraries(Decisions):
                 else ""
             )
         return Autocast(name, passed.get("enabled", True), node)
+
+    def _default_format(self, device: Any) -> str:
+        """The dtype of a region without one; a device that is not known is CUDA, on which people train in mixed precision."""
+        if isinstance(device, str):
+            return {"cuda": "float16", "cpu": "bfloat16 of a CPU"}.get(device.partition(":")[0], "")
+        key = device.key.removesuffix(".type") if isinstance(device, Unknown) else ""
+        is_other = any(
+            key in question and "cuda" in question and option for question, option in self.path.answers.items()
+        )
+        return "float16" if key and not is_other else ""
 
     def call_library(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """What a function or class of a library gives."""
@@ -108,6 +115,8 @@ class Libraries(Decisions):
             return self._autocast(full, args, kwargs, node)
         if full in _NO_GRAPH or (last == "set_grad_enabled" and args == [False]):
             return NoGrad()
+        if full == "torch.device" and args and isinstance(args[0], str | Unknown):
+            return args[0]
         if last == "nullcontext":
             return args[0] if args else None
         if last == "partial" and args:
@@ -119,7 +128,7 @@ class Libraries(Decisions):
         if full.startswith("torch.optim.") and "lr_scheduler" not in full and "swa_utils" not in full:
             return self.optimizer(last, every, node)
         if last == "backward" and full.startswith("torch.autograd") and args:
-            loss = args[0] if isinstance(args[0], Tensor) else UNKNOWN_TENSOR
+            loss = args[0] if isinstance(args[0], Tensor) else self.gradients.lost_loss()
             self.gradients.backward(loss, node)
             return None
         if full.endswith(_WRAPPERS) and args:

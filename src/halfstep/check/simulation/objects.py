@@ -9,8 +9,9 @@ from typing import Any
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.foreign import HARMLESS
+from halfstep.check.simulation.gradients import Raised
+from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.values import (
-    UNKNOWN_TENSOR,
     Class,
     Func,
     Instance,
@@ -51,6 +52,11 @@ class Objects(Decisions):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
         if isinstance(base, Unknown) and name in _OF_SCALERS:
             base = self.as_object(base)
+        if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
+            self._call_none(node.func)
+        if name == "zero_grad" and not isinstance(base, Optimizer | Instance | Unknown):
+            self.gradients.clear(None)
+            return None
         if isinstance(base, Scaler):
             return self.call_scaler(base, name, args, kwargs, node)
         if isinstance(base, Optimizer):
@@ -71,6 +77,15 @@ class Objects(Decisions):
             return self.call(self.attribute(base, name, node.func), args, kwargs, node)
         return Unknown(self.path.fresh(name))
 
+    def _call_none(self, func: ast.Attribute) -> None:
+        """A method of a scaler that is None, where nothing was asked about precision since it was assigned."""
+        name = ast.unparse(func.value)
+        since = self.none_since.get(name.rpartition(".")[2])
+        if since is None or any(PRECISION.search(question) for question, _, _ in self.path.taken[since:]):
+            return
+        self.gradients.is_none(name, func)
+        raise Raised
+
     def _call_instance(self, base: Instance, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         if name in base.attributes or base.cls.lookup(name) is not ...:
             return self.call(self.attribute(base, name, node.func), args, kwargs, node)
@@ -79,7 +94,7 @@ class Objects(Decisions):
         if name in _SAME_OBJECT:
             return base
         if name == "zero_grad":
-            self.gradients.clear(frozenset({base.key}))
+            self.gradients.clear(frozenset({base.key}), node=node)
             return None
         if name in {"manual_backward", "backward_pass"}:
             self.gradients.lose()
@@ -110,10 +125,10 @@ class Objects(Decisions):
             if any(isinstance(a, Tensor | Unknown) for a in args):  # an engine's
                 self.gradients.lose()
             else:
-                self.gradients.backward(UNKNOWN_TENSOR, node)
+                self.gradients.backward(self.gradients.lost_loss(), node)
             return None
         if name == "zero_grad":
-            self.gradients.clear(frozenset({base.key}))
+            self.gradients.clear(frozenset({base.key}), node=node)
             return None
         if name in {"step", "update"} and (args or not HARMLESS.search(base.key.lower())):
             if "engine" in base.key or "model" in base.key:
@@ -139,7 +154,7 @@ class Objects(Decisions):
             self.gradients.unscale(scaler, passed, node)
         elif name == "step" and isinstance(passed, Optimizer):
             (self.gradients.scaler_step(scaler, passed, node) if is_on else self.gradients.step(passed, node))
-        elif name in {"step", "unscale_"}:
+        elif name in {"step", "unscale_"} and not isinstance(passed, Optimizer):
             self.gradients.lose()
         elif name == "update" and is_on and not args and not kwargs:
             self.gradients.update(scaler, node)
@@ -160,19 +175,30 @@ class Objects(Decisions):
         """`scaler.scale(loss)`."""
         if isinstance(loss, list | tuple):
             loss = combined(*loss)
-        tensor = loss if isinstance(loss, Tensor) else UNKNOWN_TENSOR
+        tensor = loss if isinstance(loss, Tensor) else self.gradients.lost_loss()
         if is_on:
             self.gradients.scale(scaler, tensor)
             return dataclasses.replace(tensor, scaler=scaler, version=scaler.version)
+        if self._is_always_half(tensor.region, scaler):
+            return tensor
         # Whether the region is on then is another setting's answer.
         return dataclasses.replace(tensor, formats=tensor.formats | {""})
+
+    def _is_always_half(self, region: ast.AST | None, scaler: Scaler) -> bool:
+        """Whether a float16 region is on whatever a setting is, in a run where nothing else was asked about precision."""
+        if not isinstance(region, ast.Call) or self.path.answers.get("torch.cuda.is_available()") == 1:
+            return False
+        fixed = [k.value for k in region.keywords if k.arg in {"enabled", "dtype"}]
+        own = scaler.enabled.question if isinstance(scaler.enabled, Test) else getattr(scaler.enabled, "key", "")
+        others = {q for q in self.path.answers if _AMP.search(q) and q != own}
+        return not others and all(isinstance(v, ast.Constant | ast.Attribute) and _names_fixed(v) for v in fixed)
 
     def call_optimizer(self, optimizer: Optimizer, name: str, args: list[Any], node: ast.Call) -> Any:
         """A method of an optimizer."""
         if isinstance(node.func, ast.Attribute):
             optimizer.key = ast.unparse(node.func.value)
         if name == "zero_grad":
-            self.gradients.clear(None, optimizer)
+            self.gradients.clear(None, optimizer, node)
         elif name == "step" and not args:
             self.gradients.step(optimizer, node)
         elif name not in {"state_dict", "load_state_dict", "add_param_group", "train", "eval"}:
@@ -180,3 +206,8 @@ class Objects(Decisions):
         elif name == "add_param_group":
             optimizer.models = None
         return Unknown(self.path.fresh(name))
+
+
+def _names_fixed(node: ast.expr) -> bool:
+    """Whether an argument of a region is True, or float16 by its name."""
+    return getattr(node, "value", None) is True or getattr(node, "attr", "") in {"float16", "half"}

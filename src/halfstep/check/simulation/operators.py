@@ -7,7 +7,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.decisions import WINDOWS, Decisions
 from halfstep.check.simulation.values import Env, Library, Negated, Params, Tensor, Test, Unknown, combined, is_plain
 
 __all__ = ["Operators"]
@@ -22,6 +22,8 @@ _SYMBOLS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip  # fmt: skip
+MAX_COUNT = 16  # a larger number counts no steps of a run
+MAX_WINDOW = 4  # steps that a loop runs here
 SCALE = 16  # a larger factor of a loss is no weight of a term
 MAX_NUMBER = 2**63
 _MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
@@ -53,6 +55,10 @@ class Operators(Decisions):
         if isinstance(node.op, ast.Mod):
             left = self.counter(left)
             right = self.window(right) if isinstance(left, int | float) and isinstance(right, Unknown) else right
+            if isinstance(left, int) and isinstance(right, int) and 0 <= left <= MAX_COUNT and right > MAX_WINDOW:
+                right = WINDOWS[
+                    0
+                ]  # a loop runs a few times here: what the script does every 32 steps happens every other one
         if isinstance(left, Tensor) or isinstance(right, Tensor):
             result = combined(left, right)
             is_scaled = isinstance(node.op, ast.Mult) and any(map(_may_scale, (left, right)))
@@ -124,6 +130,8 @@ class Operators(Decisions):
                 return item in container
             except TypeError:
                 return Unknown(self.path.fresh("membership"))
+        if isinstance(item, Library) and isinstance(container, list | tuple):
+            return item in container
         if isinstance(container, dict) and is_plain(item):
             return item in container
         if isinstance(item, Unknown) and isinstance(container, list | tuple) and is_plain(container):

@@ -15,8 +15,9 @@ from halfstep.check.regex import regex
 __all__ = ["MAX_DECISIONS", "PRECISION", "Exhausted", "Path", "Search"]
 
 MAX_DECISIONS = 60  # of a run, that others may take differently
-MAX_RUNS = 40
-MAX_RUN_STEPS = 12_000
+NUM_REJECTED = 4  # last decisions of a run that raises, which are the first to take differently
+MAX_RUNS = 60
+MAX_RUN_STEPS = 20_000
 PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|grad|cuda|dtype|finite|nan|inf|%")
 
 
@@ -31,6 +32,7 @@ class Path:
         self.forced = forced
         self.taken: list[tuple[str, int, int]] = []  # question, chosen option, number of options
         self.answers: dict[str, int] = {}
+        self.has_raised = False  # the script rejects what this run decided last, probably
         self.steps = steps
         self._counter = 0
 
@@ -86,7 +88,8 @@ class Search:
         chosen = tuple(option for _, option, _ in path.taken)
         for index in range(len(path.forced), min(len(chosen), MAX_DECISIONS)):
             question, own, num_options = path.taken[index]
-            extra = 2 if PRECISION.search(question) else 3
+            is_rejected = path.has_raised and index >= len(chosen) - NUM_REJECTED
+            extra = 1 if is_rejected else 2 if PRECISION.search(question) else 3
             for option in range(num_options):
                 if option != own:
                     self._number += 1

@@ -49,6 +49,8 @@ class Python(Decisions):
         value = args[0] if args else None
         if isinstance(value, list | tuple | dict | str):
             return len(value)
+        if isinstance(value, Unknown) and value.key.startswith("batch#"):  # a tuple of two or three tensors
+            return Unknown(f"len({value.key})")
         return _LEN if isinstance(value, Unknown) else Unknown(self.path.fresh("len"))
 
     def _builtin_zip(self, args: list[Any], node: ast.AST) -> Any:

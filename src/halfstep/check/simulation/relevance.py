@@ -87,7 +87,9 @@ class Relevance:
                 called[node] = {_last(c.func) for c in calls}
                 if any(map(_is_event, calls)):
                     self._acting.add(node.name)
-        self.clears = any(isinstance(n, ast.Attribute) and _clears(n) for n in ast.walk(tree))
+        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+        self.clears = any(map(_clears, attributes))
+        self.reads_gradients = any(n.attr == "grad" and isinstance(n.ctx, ast.Load) for n in attributes)
         for _ in range(6):  # depth of calls
             more = {name for name, nodes in functions.items() if any(called[n] & self._acting for n in nodes)}
             if more <= self._acting:

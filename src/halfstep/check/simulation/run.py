@@ -30,13 +30,26 @@ __all__ = ["Run"]
 class Run:
     """The state of a run."""
 
-    def __init__(self, relevance: Relevance, table: dict[str, str], targets: dict[ast.AST, str], path: Path) -> None:
+    def __init__(
+        self,
+        relevance: Relevance,
+        table: dict[str, str],
+        targets: dict[ast.AST, str],
+        path: Path,
+        entered: set[ast.AST] | None = None,
+    ) -> None:
         self.relevance, self.table, self.targets, self.path = relevance, table, targets, path
-        self.gradients = Gradients(are_cleared=relevance.clears)
+        self.entered: set[ast.AST] = (
+            set() if entered is None else entered
+        )  # functions that this or an earlier run has called
+        self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
+        self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
         self.active: list[ast.AST] = []  # functions that run
+        self.sites: list[ast.AST] = []  # their calls
         self.bounds = Bounds()
         self.bindings: dict[str, Any] = {}  # values of unknown keys that this run has decided on
+        self.none_since: dict[str, int] = {}  # variables called scaler that are None, and how much was decided before
         self.objects: dict[str, Any] = {}  # scalers and optimizers that another file created, by key
         self.roots: frozenset[ast.AST] = frozenset()  # functions that nothing in the script calls
 

@@ -24,8 +24,8 @@ from halfstep.check.simulation.values import Class, Env, Func, Instance
 __all__ = ["mishaps", "trains"]
 
 MAX_TEXT = 120_000  # characters: larger files are libraries
-MAX_STEPS = 60_000  # statements and expressions of all runs of a script, half a second
-MAX_ROOT_STEPS = 30_000
+MAX_STEPS = 150_000  # statements and expressions of all runs of a script, about a second
+MAX_ROOT_STEPS = 75_000
 NUM_CALLS = 3  # of a method that a run of another file calls again and again
 _OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -51,10 +51,13 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     relevance, targets = Relevance(tree), _targets(tree)
     reported: set[ast.AST] = set()
     left = MAX_STEPS
+    entered: set[ast.AST] = set()
     for root in (None, *_roots(tree, relevance)):
+        if root in entered:
+            continue
         search = Search(min(left, MAX_ROOT_STEPS))
         for path in search.paths():
-            for mishap in _mishaps_of(Simulation(relevance, table, targets, path), tree, root):
+            for mishap in _mishaps_of(Simulation(relevance, table, targets, path, entered), tree, root):
                 if mishap.node not in reported:  # what follows from it in other runs is no mistake of its own
                     reported.add(mishap.node)
                     yield mishap
@@ -70,7 +73,9 @@ def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list
         else:
             run.run([s for s in tree.body if isinstance(s, _DEFINES) and not run.relevance.acts_now(s)], module)
             _call_root(run, module, root)
-    except (Exhausted, Left, Raised, Stopped):  # a `return` outside a function ends a run too
+    except (Raised, Stopped):
+        run.path.has_raised = not run.gradients.backwards
+    except (Exhausted, Left):  # a `return` outside a function ends a run too
         pass
     return run.gradients.mishaps
 
@@ -104,11 +109,14 @@ def _call_method(run: Simulation, cls: Class, method: Func) -> None:
 
 
 def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
-    """Functions and methods that act, and that nothing in the script calls, passes on or defines again."""
+    """Functions and methods that act, and that nothing in the script calls or defines again.
+
+    One that is only passed on is among them: `mp.spawn(train, ...)` calls it, and `fit(step)` has entered it before.
+    """
     used: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            used.add(node.id)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            used.add(node.func.id)
         elif isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
             if is_own or ast.unparse(node.value) == "super()" or node.attr not in _OF_TORCH:

@@ -17,6 +17,7 @@ from halfstep.check.simulation.relevance import leaves, rejects
 from halfstep.check.simulation.values import (
     Autocast,
     Class,
+    Entered,
     Env,
     Func,
     Instance,
@@ -34,7 +35,7 @@ NUM_EPOCHS = 2
 
 
 class Left(Exception):
-    """A `break`, `continue` or `return`."""
+    """A `break`, `continue`, `return` or `yield`."""
 
     def __init__(self, kind: str, value: Any = None) -> None:
         super().__init__(kind)
@@ -129,7 +130,7 @@ class Statements(Assignments):
         try:
             self.run(body, env)
         except Left as left:
-            if left.kind == "return":
+            if left.kind in {"return", "yield"}:
                 raise
             return left.kind == "break"
         return False
@@ -212,6 +213,8 @@ class Statements(Assignments):
             context = self.value(item.context_expr, env)
             if isinstance(context, Autocast | NoGrad):
                 self.regions.append(context)
+            elif isinstance(context, Entered):
+                self.regions += context.regions
             elif self.may_cast(context, item.context_expr):
                 self.regions.append(Autocast("", True, item.context_expr))
             if item.optional_vars is not None:

@@ -15,6 +15,7 @@ __all__ = [
     "UNKNOWN_TENSOR",
     "Autocast",
     "Class",
+    "Entered",
     "Env",
     "Func",
     "Instance",
@@ -194,10 +195,16 @@ class Optimizer:
     key: str
     models: frozenset[str] | None
     node: ast.AST | None = None
+    sites: tuple[ast.AST, ...] = ()  # the calls around its creation
     cleared: int = 0  # the number of backward passes before its gradients were cleared
+    cleared_perhaps: int = 0  # the same, for models that may be its own under another name
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
     clipped: Any = None  # the report of a clip of scaled gradients, which its next step confirms
+    void_clip: Any = None  # the report of a clip of no gradients, which a step without another one confirms
     stepped: int = 0  # the number of backward passes before its last step
+    step_line: int = 0
+    wasted: int = 0  # the number of backward passes before gradients were cleared that no step had used
+    skips_at_waste: int = 0
     is_sure: bool = True  # no code of another file had it since then
 
 
@@ -208,6 +215,13 @@ class Autocast:
     dtype: str
     enabled: Any
     node: ast.AST
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The regions that a context manager of the script's own has opened where it yields."""
+
+    regions: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
