@@ -11,7 +11,9 @@ from halfstep.check.simulation.values import Negated, Tensor, Test, Unknown, is_
 
 __all__ = ["Decisions"]
 
-_RARE = regex(r"resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_")
+_RARE = regex(
+    r"(^|[._])(no|disable|without|skip)_|resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_"
+)
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 _NOT_FINITE = regex(r"finite|isnan|isinf")
 _HAS_CUDA = "torch.cuda.is_available()"
@@ -88,7 +90,7 @@ class Decisions(Run):
 
     def counter(self, value: Any) -> Any:
         """A count of steps that the text does not decide, such as one from a checkpoint, starts at 0."""
-        if isinstance(value, Unknown) and value.key.replace(".", "_").isidentifier():
+        if isinstance(value, Unknown) and value.key.replace(".", "_").replace("#", "_").isidentifier():
             self.bindings[value.key] = 0
             return 0
         return value

@@ -19,7 +19,6 @@ from halfstep.check.simulation.values import (
     Partial,
     Tensor,
     Unknown,
-    combined,
 )
 
 __all__ = ["Functions"]
@@ -85,8 +84,10 @@ class Functions(Decisions):
             return self.call_library(function.full, args, kwargs, node)
         if isinstance(function, Unknown):
             return self.call_unknown(function.key, args, kwargs, node)
-        if isinstance(function, Tensor):
-            return combined(function, *args)
+        if isinstance(function, Tensor):  # what another file's function gave was a model
+            return self.forward(
+                ast.unparse(node.func) if isinstance(node, ast.Call) else "", [function, *args, *kwargs.values()]
+            )
         return Unknown(self.path.fresh("call"))
 
     def _forward_of(self, module: Instance, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Tensor:

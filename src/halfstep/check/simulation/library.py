@@ -40,6 +40,7 @@ _WRAPPERS = (
 )
 _ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _NO_GRAPH = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
+_ASKED = {"isnan", "isinf", "isfinite"}
 _QUERIES = regex(r"(^|\.)(is_\w+|has_\w+|get_device_capability|device_count|get_rank|get_world_size|getenv|cpu_count)$")
 
 
@@ -147,6 +148,8 @@ class Libraries(Decisions):
                 return self.optimizer(last, every, node)
             if self.names_object(target := self.target_of(node)):
                 return Unknown(target)
+        if last in _ASKED:
+            return Unknown(self.path.fresh(last))
         if any(isinstance(a, Tensor) for a in every):
             return self.forward(full, every) if is_own else combined(*every)
         if full.startswith("torch.nn.") or last[:1].isupper():

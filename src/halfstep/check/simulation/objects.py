@@ -29,12 +29,22 @@ from halfstep.check.simulation.values import (
 __all__ = ["Objects"]
 
 _AMP = regex(r"^setting |(^|[._])(amp|fp16|half|mixed|autocast|precision)\w*$")
-_DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|size|shape|float|int|type|dim)$")
+_DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|any|all|isnan|isinf|isfinite|size|shape|float|int|type|dim)$")
 _SAME_OBJECT = {
     "to", "cuda", "train", "eval", "float", "half", "double", "bfloat16", "requires_grad_", "module", "share_memory", "compile", "cpu",
 }  # fmt: skip
 # By these methods an object of another file is known to be a scaler or an optimizer, if it is named like one.
 _OF_SCALERS = {"scale", "unscale_", "step", "update", "zero_grad", "is_enabled", "get_scale"}
+_OF_MODELS = {
+    "parameters",
+    "named_parameters",
+    "zero_grad",
+    "train",
+    "eval",
+    "state_dict",
+    "load_state_dict",
+    "modules",
+}
 _PARAMETERS = {"parameters", "named_parameters", "trainable_parameters", "get_parameters"}
 
 
@@ -54,6 +64,8 @@ class Objects(Decisions):
             base = self.as_object(base)
         if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
             self._call_none(node.func)
+        if isinstance(base, Tensor) and name in _OF_MODELS and isinstance(node.func, ast.Attribute):
+            base = Unknown(ast.unparse(node.func.value))  # what another file's function gave was a model
         if name == "zero_grad" and not isinstance(base, Optimizer | Instance | Unknown):
             self.gradients.clear(None)
             return None
