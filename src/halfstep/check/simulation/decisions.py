@@ -31,7 +31,7 @@ class Decisions(Run):
         if isinstance(value, Test):
             return self._decide_test(value, default)
         if isinstance(value, Unknown | Tensor):
-            key = value.key if isinstance(value, Unknown) else self.path.fresh("tensor")
+            key = value.key if isinstance(value, Unknown) else self._key_of(value)
             if self.path.answers.get(f"{key} is None") == 0:
                 return False
             expected = 0 if key == _HAS_CUDA else 1 if _RARE.search(key) else default
@@ -45,6 +45,12 @@ class Decisions(Run):
         if isinstance(value, dict | list | tuple | str | int | float | bool | bytes | type(None)):
             return bool(value)
         return True
+
+    def _key_of(self, value: Tensor) -> str:
+        """The question about a tensor, the same one for the same object: what another file's function gave may be a flag."""
+        if id(value) not in self.asked:
+            self.asked[id(value)] = (value, self.path.fresh("tensor"))
+        return self.asked[id(value)][1]
 
     def _decide_test(self, test: Test, default: int) -> bool:
         question = test.question

@@ -107,6 +107,12 @@ class Operators(Decisions):
             left, right, is_mirrored = right, left, True
         else:
             is_mirrored = False
+        if (
+            isinstance(left, Unknown)
+            and isinstance(right, bool)
+            and isinstance(sign, ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+        ):
+            return left if isinstance(sign, ast.Eq | ast.Is) == right else Negated(left)
         if isinstance(left, Unknown) and (is_plain(right) or isinstance(right, Library)):
             if isinstance(sign, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
                 name = "is" if right is None else "=="

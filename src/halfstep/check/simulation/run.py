@@ -49,6 +49,7 @@ class Run:
         self.sites: list[ast.AST] = []  # their calls
         self.bounds = Bounds()
         self.bindings: dict[str, Any] = {}  # values of unknown keys that this run has decided on
+        self.asked: dict[int, tuple[Tensor, str]] = {}  # tensors that conditions have tested, by identity
         self.none_since: dict[str, int] = {}  # variables called scaler that are None, and how much was decided before
         self.objects: dict[str, Any] = {}  # scalers and optimizers that another file created, by key
         self.roots: frozenset[ast.AST] = frozenset()  # functions that nothing in the script calls
