@@ -1,6 +1,6 @@
 """The decisions of runs, and the order in which others are tried."""
 
-from halfstep.check.simulation.paths import MAX_DECISIONS, Path, Search
+from halfstep.check.simulation.paths import MAX_DECISIONS, MAX_RUNS, Path, Search
 
 
 def explored(questions, steps=10_000):
@@ -48,7 +48,7 @@ def test_a_settled_question_is_no_decision():
 def test_the_number_of_runs_and_decisions_is_bounded():
     """A script with a thousand independent questions ends."""
     runs = explored([(str(i), 2) for i in range(1000)])
-    assert len(runs) <= 40
+    assert len(runs) <= MAX_RUNS
     assert all(not any(run[MAX_DECISIONS:]) for run in runs)
 
 

@@ -30,10 +30,10 @@ from halfstep.check.finding import Place
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
-from halfstep.check.script.objects.callers import functions_in_autocast
 from halfstep.check.script.objects.modules import classes_under_autocast
 from halfstep.check.script.objects.training import Training
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
+from halfstep.check.script.regions.callers import functions_in_autocast
 from halfstep.check.script.syntax.edits import Lines
 from halfstep.check.script.syntax.literals import write_in_place
 from halfstep.check.script.syntax.names import key_of
@@ -206,16 +206,13 @@ class Script:
     @cached_property
     def functions_in_autocast(self) -> frozenset[Function]:
         """The functions that some caller in the file calls inside a region."""
-        return functions_in_autocast(self)
+        if not any(word in self.source.text for word in ("autocast", "amp")):
+            return frozenset()
+        return functions_in_autocast(self.outline, self.classes_under_autocast)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """The ancestors of a node, innermost first, up to its function or the module."""
-        parent = self.outline.parents.get(node)
-        while parent is not None:
-            yield parent
-            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return
-            parent = self.outline.parents.get(parent)
+        return self.outline.above(node)
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement a node is part of."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
-from halfstep.check.simulation.values import Env, Instance, Library, Params, Scaler, Tensor, Unknown, unknown
+from halfstep.check.simulation.values import Env, Instance, Library, Optimizer, Params, Scaler, Tensor, Unknown, unknown
 
 __all__ = ["Assignments"]
 
@@ -71,6 +71,10 @@ class Assignments(Decisions):
             scope = scope.parent
         if isinstance(value, Scaler) and value.key == "":
             value.key = name
+        old = scope.variables.get(name)
+        if isinstance(old, Optimizer) and isinstance(value, Optimizer) and old is not value and not old.stepped:
+            # Of two branches that both ran here, or replaced before anybody used it; a step makes it known again.
+            self.gradients.optimizers[:] = [o for o in self.gradients.optimizers if o is not old]
         scope.variables[name] = value
 
     def assign_key(self, env: Env, key: str, value: Any) -> None:

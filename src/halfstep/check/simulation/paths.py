@@ -12,13 +12,18 @@ from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 
-__all__ = ["MAX_DECISIONS", "PRECISION", "Exhausted", "Path", "Search"]
+__all__ = ["MAX_DECISIONS", "MAX_RUNS", "PRECISION", "Exhausted", "Path", "Search"]
 
 MAX_DECISIONS = 60  # of a run, that others may take differently
 NUM_REJECTED = 4  # last decisions of a run that raises, which are the first to take differently
 MAX_RUNS = 60
 MAX_RUN_STEPS = 20_000
-PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|grad|cuda|dtype|finite|nan|inf|%")
+PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|(?<!requires_)grad|cuda|dtype|finite|nan|inf|%")
+
+
+_FORMAT = regex(
+    r"amp\b|use_amp|fp16|bf16|half|float16|precision|scaler|dtype|autocast"
+)  # what decides the format comes first
 
 
 class Exhausted(Exception):
@@ -89,7 +94,7 @@ class Search:
         for index in range(len(path.forced), min(len(chosen), MAX_DECISIONS)):
             question, own, num_options = path.taken[index]
             is_rejected = path.has_raised and index >= len(chosen) - NUM_REJECTED
-            extra = 1 if is_rejected else 2 if PRECISION.search(question) else 3
+            extra = 1 if is_rejected or _FORMAT.search(question) else 2 if PRECISION.search(question) else 3
             for option in range(num_options):
                 if option != own:
                     self._number += 1

@@ -13,9 +13,9 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.objects.modules import region_left_open
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
+from halfstep.check.script.regions.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 

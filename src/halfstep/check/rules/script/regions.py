@@ -15,7 +15,9 @@ from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
-from halfstep.check.script.objects.forwards import (
+from halfstep.check.script.objects.scaling import is_owned
+from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
+from halfstep.check.script.regions.forwards import (
     calls_losses_only,
     calls_steps_only,
     idle_regions,
@@ -26,8 +28,6 @@ from halfstep.check.script.objects.forwards import (
     mentions_16_bits,
     was_forgotten,
 )
-from halfstep.check.script.objects.scaling import is_owned
-from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function

@@ -28,12 +28,7 @@ from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, length_of, micro_batches, targets_of
-from halfstep.check.script.objects.engines import (
-    ACCELERATE,
-    engines_of,
-    prepared_for,
-    scaling_accelerator,
-)
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
@@ -79,6 +74,8 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+
+_SKIPPED = {"optimizer_step_was_skipped", "step_was_skipped"}
 
 
 class SchedulerBeforeStep(TraceRule):
@@ -355,8 +352,7 @@ class SchedulerIgnoresSkips(TraceRule):
 
 def _asks_engine(script: Script) -> bool:
     """Whether the script asks whether a step was skipped, or prepares a schedule by itself."""
-    asks = {"optimizer_step_was_skipped", "step_was_skipped"} & script.outline.loads.keys()
-    return bool(asks) or "prepare_scheduler" in script.outline.calls
+    return "prepare_scheduler" in script.outline.calls or not _SKIPPED.isdisjoint(script.outline.loads)
 
 
 def _without_alternatives(trace: Trace, event: Event) -> Event:

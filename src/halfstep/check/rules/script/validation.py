@@ -113,9 +113,9 @@ class EvaluationWithoutAutocast(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
-        found = list(self._in_traces(script))
-        if found or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
-            yield from found
+        in_traces = list(self._in_traces(script))
+        if in_traces or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
+            yield from in_traces
             return
         for call, name in plain_validations(script):
             yield self._report(script, call, name)

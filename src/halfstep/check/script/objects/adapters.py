@@ -26,7 +26,6 @@ from halfstep.check.script.objects.loading import fully_trained
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
-from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
@@ -297,7 +296,7 @@ def _is_used(outline: Outline, name: str) -> bool:
 
 def _is_passed_on(outline: Outline, name: str) -> bool:
     """Whether a variable is used as a whole; `lora.A.values()` only looks into a part that a model has already."""
-    for node in nodes_in(outline.module.node):
+    for node in ast.walk(outline.module.node):
         is_read = isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
         if not is_read or name not in {getattr(node, "id", ""), getattr(node, "attr", "")}:
             continue

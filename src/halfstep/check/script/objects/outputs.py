@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.sources import Source, element_of, sources_of
-from halfstep.check.script.objects.callers import formats_of, regions_around
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
 from halfstep.check.script.objects.modules import attribute_values, created_classes
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
+from halfstep.check.script.regions.callers import formats_of, regions_around
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite, default_of
@@ -127,7 +127,7 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
         return _leaves_before_call(script, node.id, function, depth)
     if not isinstance(node, ast.Call) or outline.names.full(node.func):
         return None
-    regions = regions_around(script, node, function)
+    regions = regions_around(script.outline, node, function)
     if not regions:
         return _leaves_in_call(script, node, source, function, depth)
     model = key_of(node.func).removesuffix(".forward")
@@ -255,7 +255,7 @@ def _may_autocast(context: ast.expr) -> bool:
 def _leaves_before_call(script: Script, name: str, function: Function, depth: int) -> Exit | None:
     """The same for logits that a function gets: some caller passes them after its region has ended."""
     for value, caller in passed_for(script.outline, name, function):
-        if caller is function or formats_of(regions_around(script, value, caller)):
+        if caller is function or formats_of(regions_around(script.outline, value, caller)):
             continue
         exit_ = leaves_autocast(script, value, caller, value.lineno, depth - 1)
         if exit_ is not None:

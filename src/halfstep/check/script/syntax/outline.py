@@ -53,6 +53,15 @@ class Outline:
                     by_name.setdefault(full, []).append(site)
         return by_name
 
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The ancestors of a node, innermost first, up to its function or the module."""
+        parent = self.parents.get(node)
+        while parent is not None:
+            yield parent
+            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return
+            parent = self.parents.get(parent)
+
     def lookup(self, key: str, function: Function) -> list[Binding]:
         """The assignments that may bind `key` inside `function`."""
         if "." in key or "[" in key:

@@ -7,26 +7,22 @@ Asked for one function at a time, this takes time that grows with the fourth pow
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, autocasts_of
-from halfstep.check.script.syntax.outline import Function
-
-if TYPE_CHECKING:
-    from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["formats_of", "functions_in_autocast", "regions_around"]
 
 _MAX_CALLS = 3  # between a region and a function: what is further away is rarely meant
 
 
-def functions_in_autocast(script: Script) -> frozenset[Function]:
-    """The functions that some caller in the file calls inside a region, where losses are computed in float32."""
-    outline = script.outline
-    if not any(word in script.source.text for word in ("autocast", "amp")):
-        return frozenset()
+def functions_in_autocast(outline: Outline, classes: Collection[str]) -> frozenset[Function]:
+    """The functions that some caller in the file calls inside a region, where losses are computed in float32.
+
+    `classes` are those whose `forward` runs under autocast.
+    """
     named: dict[str, list[Function]] = {}
     for function in outline.functions:
         # Whether `forward` runs in a region is a fact about its class: `self.model(x)` does not name it.
@@ -43,9 +39,9 @@ def functions_in_autocast(script: Script) -> frozenset[Function]:
                 target = name
             if target is not None:
                 callees.setdefault(caller, []).append(target)
-                if formats_of(regions_around(script, call, caller)):
+                if formats_of(regions_around(outline, call, caller)):
                     level.append(target)
-    forwards = [c.get("forward") for name, c in outline.classes.items() if name in script.classes_under_autocast]
+    forwards = [c.get("forward") for name, c in outline.classes.items() if name in classes]
     level += [f for f in forwards if f is not None]
     reached: set[Function | str] = set()
     inside: set[Function] = set()
@@ -62,10 +58,9 @@ def _meant(target: Function | str, named: dict[str, list[Function]]) -> Iterable
     return [f for f in named[target] if f.method] if isinstance(target, str) else [target]
 
 
-def regions_around(script: Script, node: ast.AST, function: Function) -> list[Autocast]:
+def regions_around(outline: Outline, node: ast.AST, function: Function) -> list[Autocast]:
     """The innermost autocast region around a node; several if a variable chooses one."""
-    outline = script.outline
-    for parent in script.above(node):
+    for parent in outline.above(node):
         contexts: list[ast.expr] = []
         if isinstance(parent, ast.With):
             contexts = [item.context_expr for item in parent.items]

@@ -1,0 +1,1 @@
+"""Which parts of a script run inside autocast regions."""
