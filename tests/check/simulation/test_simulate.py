@@ -1,23 +1,10 @@
 """Mistakes that simulated runs of whole scripts show, and scripts that stay silent."""
 
-import ast
-import textwrap
-
 import pytest
 
 from check_scripts import reported
-from halfstep.check.script.syntax.names import read_names
-from halfstep.check.simulation.simulate import mishaps, trains
-
-START = "import contextlib\nimport torch\nfrom functools import partial\n"
-
-
-def codes(text):
-    """The rules that runs of a script break, each once."""
-    tree = ast.parse(START + textwrap.dedent(text))
-    imports = [(node, False) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return sorted({mishap.code for mishap in mishaps(tree, read_names(imports).table)})
-
+from halfstep.check.simulation.simulate import trains
+from simulated_scripts import START, codes
 
 LOOP = """\
 scaler = torch.amp.GradScaler("cuda")

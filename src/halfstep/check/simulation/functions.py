@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from typing import Any, TypeGuard
 
 from halfstep.check.simulation.decisions import Decisions
@@ -97,6 +98,8 @@ class Functions(Decisions):
         if isinstance(own, Func) and self.relevance.acts(own.node):
             result = self.call_function(Func(own.node, own.env, module, own.cls), args, kwargs, node)
         inside = result if isinstance(result, Tensor) else None
+        if inside is not None and inside.half:
+            inside = dataclasses.replace(inside, halved=inside.halved | {module.key})
         return self.forward(module.key, [*args, *kwargs.values(), *([inside] if inside is not None else [])])
 
     def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
