@@ -74,16 +74,15 @@ class Decisions(Run):
 
     def resolved(self, value: Any) -> Any:
         """The value that this run has decided on."""
-        if isinstance(value, Unknown) and value.key in self.bindings:
-            return self.bindings[value.key]
-        if (
-            isinstance(value, Unknown)
-            and (sum_ := _SUM.match(value.key))
-            and isinstance(self.bindings.get(sum_[1]), int)
-        ):
-            number = int(sum_[3])
-            return self.bindings[sum_[1]] + (number if sum_[2] == "+" else -number)
-        if isinstance(value, Test) and value.key in self.bindings and is_plain(self.bindings[value.key]):
+        kind = type(value)
+        if kind is Unknown:
+            if value.key in self.bindings:
+                return self.bindings[value.key]
+            sum_ = _SUM.match(value.key) if value.key[:1] == "(" else None
+            if sum_ is not None and isinstance(self.bindings.get(sum_[1]), int):
+                number = int(sum_[3])
+                return self.bindings[sum_[1]] + (number if sum_[2] == "+" else -number)
+        elif kind is Test and value.key in self.bindings and is_plain(self.bindings[value.key]):
             return _compare(value.operator, self.bindings[value.key], value.other)
         return value
 

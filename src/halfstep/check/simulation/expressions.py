@@ -32,18 +32,23 @@ MAX_KEYS = 8  # of a table of formats
 _WITHOUT_ATTRIBUTES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "abc.ABC"}
 
 
+_HANDLERS: dict[type, str] = {}
+
+
 class Expressions(Decisions):
     """Evaluates expressions."""
 
     def value(self, node: ast.expr, env: Env) -> Any:
         """The value of an expression."""
         self.path.step()
-        handler = getattr(self, f"_value_{type(node).__name__}", None)
-        result = handler(node, env) if handler is not None else Unknown(self.path.fresh(type(node).__name__))
-        return self.resolved(result)
-
-    def _value_Constant(self, node: ast.Constant, env: Env) -> Any:
-        return node.value
+        kind = type(node)
+        if kind is ast.Constant:
+            return node.value  # type: ignore[attr-defined]
+        name = _HANDLERS.get(kind)
+        if name is None:
+            name = _HANDLERS[kind] = f"_value_{kind.__name__}"
+        handler = getattr(self, name, None)
+        return self.resolved(handler(node, env) if handler is not None else Unknown(self.path.fresh(kind.__name__)))
 
     def _value_Name(self, node: ast.Name, env: Env) -> Any:
         scope: Env | None = env

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from halfstep.check.regex import regex
+from halfstep.check.script.syntax.children import all_children_of, nodes_in
 
 __all__ = ["Relevance", "leaves", "rejects"]
 
@@ -74,58 +75,80 @@ class Relevance:
 
     def __init__(self, tree: ast.Module) -> None:
         self._answers: dict[tuple[str, ast.AST], Any] = {}
-        functions: dict[str, list[ast.AST]] = {}
-        called: dict[ast.AST, set[str]] = {}
-        self._acting: set[str] = set()
-        self._last_statements = {
-            n.body[-1] for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions.setdefault(node.name, []).append(node)
-                calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-                called[node] = {_last(c.func) for c in calls}
-                if any(map(_is_event, calls)):
-                    self._acting.add(node.name)
-        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+        self._parents: dict[ast.AST, ast.AST] = {}
+        nodes: list[ast.AST] = [tree]
+        for node in nodes:  # grows
+            children = all_children_of(node)
+            for child in children:
+                self._parents[child] = node
+            nodes += children
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        self._last_statements = {definition.body[-1] for definition in definitions}
         self.clears = any(map(_clears, attributes))
         self.reads_gradients = any(n.attr == "grad" and isinstance(n.ctx, ast.Load) for n in attributes)
-        for _ in range(6):  # depth of calls
-            more = {name for name, nodes in functions.items() if any(called[n] & self._acting for n in nodes)}
-            if more <= self._acting:
-                break
-            self._acting |= more
-        self._functions = functions
-        self._live = self._names_that_decide(tree)
+        self._functions: dict[str, list[ast.AST]] = {}
+        for definition in definitions:
+            self._functions.setdefault(definition.name, []).append(definition)
+        events = [call for call in calls if _is_event(call)]
+        self._acting = self._functions_that_act(calls, events)
+        acting = [*events, *(call for call in calls if _last(call.func) in self._acting)]
+        self._acts = self._with_ancestors(acting)
+        self._leaving = self._with_ancestors(node for node in nodes if leaves(node))
+        self._live = self._names_that_decide(nodes, acting)
 
-    def _names_that_decide(self, tree: ast.Module) -> set[str]:
+    def _functions_that_act(self, calls: list[ast.Call], events: list[ast.Call]) -> set[str]:
+        """The names of functions in which an event, or a call of such a function, can run."""
+        around: dict[ast.AST, list[str]] = {call: self._names_around(call) for call in calls}
+        acting = {name for event in events for name in around[event]}
+        for _ in range(6):  # depth of calls
+            more = {name for call in calls if _last(call.func) in acting for name in around[call]}
+            if more <= acting:
+                break
+            acting |= more
+        return acting
+
+    def _names_around(self, node: ast.AST) -> list[str]:
+        names = []
+        parent = self._parents.get(node)
+        while parent is not None:
+            if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.append(parent.name)
+            parent = self._parents.get(parent)
+        return names
+
+    def _with_ancestors(self, nodes: Iterable[ast.AST]) -> set[ast.AST]:
+        marked: set[ast.AST] = set()
+        for node in nodes:
+            around: ast.AST | None = node
+            while around is not None and around not in marked:
+                marked.add(around)
+                around = self._parents.get(around)
+        return marked
+
+    def _names_that_decide(self, nodes: list[ast.AST], acting: list[ast.Call]) -> set[str]:
         """The names that conditions and calls of what acts read."""
-        live: set[str] = set()
-        for node in ast.walk(tree):
-            parts: list[ast.AST] = []
-            if (isinstance(node, ast.If | ast.While) and self.acts(node)) or isinstance(node, ast.IfExp):
-                parts = [node.test]
-            elif isinstance(node, ast.Call) and (_is_event(node) or _last(node.func) in self._acting):
-                parts = [node]
+        parts: list[ast.AST] = list(acting)
+        for node in nodes:
+            if (isinstance(node, ast.If | ast.While) and node in self._acts) or isinstance(node, ast.IfExp):
+                parts.append(node.test)
             elif isinstance(node, ast.withitem):
-                parts = [node.context_expr]
-            for part in parts:
-                live |= {n.id for n in ast.walk(part) if isinstance(n, ast.Name)}
-                live |= {n.attr for n in ast.walk(part) if isinstance(n, ast.Attribute)}
+                parts.append(node.context_expr)
+        inside = [n for part in parts for n in nodes_in(part)]
+        live = {n.id for n in inside if isinstance(n, ast.Name)} | {
+            n.attr for n in inside if isinstance(n, ast.Attribute)
+        }
         return live - {"self", "torch", "args", "cfg", "config"}
 
-    @_remembered
     def acts(self, node: ast.AST) -> bool:
         """Whether a backward pass, a step or the like can run in it."""
-        calls = (n for n in ast.walk(node) if isinstance(n, ast.Call))
-        return any(_is_event(call) or _last(call.func) in self._acting for call in calls)
+        return node in self._acts
 
     @_remembered
     def matters(self, node: ast.AST) -> bool:
         """Whether it acts, leaves, or assigns what decides."""
-        if self.acts(node):
-            return True
-        if any(map(leaves, ast.walk(node))):
+        if node in self._acts or node in self._leaving:
             return True
         return any(key.rpartition(".")[2] in self._live for key in self.assigned(node))
 
@@ -133,7 +156,7 @@ class Relevance:
     def assigned(self, node: ast.AST) -> tuple[str, ...]:
         """The variables that it assigns, as `name` or `self.name`."""
         keys = []
-        for inner in ast.walk(node):
+        for inner in nodes_in(node):
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                 keys.append(inner.id)
             elif (
@@ -149,12 +172,12 @@ class Relevance:
     @_remembered
     def has_training_loop(self, node: ast.AST) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
-        for inner in ast.walk(node):
+        for inner in nodes_in(node):
             if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.acts(inner):
                 return True
             if isinstance(inner, ast.Call) and (name := _last(inner.func)) in self._acting:
                 for function in self._functions.get(name, ()):
-                    if any(isinstance(n, ast.For | ast.While) and self._has_event(n) for n in ast.walk(function)):
+                    if any(isinstance(n, ast.For | ast.While) and self._has_event(n) for n in nodes_in(function)):
                         return True
         return False
 
@@ -185,7 +208,7 @@ class Relevance:
         """The attributes that a class's constructor assigns a new scaler to, and where."""
         constructors = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         places: dict[str, ast.AST] = {}
-        for node in (n for c in constructors for n in ast.walk(c) if isinstance(n, ast.Assign)):
+        for node in (n for c in constructors for n in nodes_in(c) if isinstance(n, ast.Assign)):
             if "GradScaler" in ast.unparse(node.value):
                 places |= {t.attr: node for t in node.targets if isinstance(t, ast.Attribute)}
         return places

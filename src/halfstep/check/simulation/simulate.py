@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
 from halfstep.check.simulation.paths import Exhausted, Search
@@ -114,7 +115,7 @@ def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
     One that is only passed on is among them: `mp.spawn(train, ...)` calls it, and `fit(step)` has entered it before.
     """
     used: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_in(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             used.add(node.func.id)
         elif isinstance(node, ast.Attribute):
@@ -130,7 +131,7 @@ def _roots(tree: ast.Module, relevance: Relevance) -> Iterator[ast.AST]:
 def _targets(tree: ast.Module) -> dict[ast.AST, str]:
     """The variables that calls are assigned to."""
     targets: dict[ast.AST, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_in(tree):
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
