@@ -93,6 +93,8 @@ class Objects(Decisions):
         """A method of a scaler that is None, where nothing was asked about precision since it was assigned."""
         name = ast.unparse(func.value)
         since = self.none_since.get(name.rpartition(".")[2])
+        if self.path.answers.get("torch.cuda.is_available()") == 1:
+            return  # a script for CUDA need not run without it
         if since is None or any(PRECISION.search(question) for question, _, _ in self.path.taken[since:]):
             return
         self.gradients.is_none(name, func)
