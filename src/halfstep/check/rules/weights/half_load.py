@@ -19,6 +19,7 @@ from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, format_ways
 from halfstep.check.script.objects.expressions import asks_for_adapters
 from halfstep.check.script.objects.formats import formats_of, keyword_of
+from halfstep.check.script.objects.loading import stored_float16
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -50,9 +51,11 @@ class HalfLoadWithFp16Training(ScriptRule):
         ),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=torch.cuda.is_available()"),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.bfloat16", flags=", fp16=True"),
+        TRAINER.format(name="facebook/opt-1.3b", dtype="", flags=", fp16=args.fp16"),
     )
     good = (
         TRAINER.format(name="gpt2", dtype=", dtype=torch.float32", flags=", fp16=True"),
+        TRAINER.format(name="facebook/opt-1.3b", dtype=", dtype=torch.float32", flags=", fp16=True"),
         "import torch\nfrom peft import LoraConfig, get_peft_model\n"
         "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
         "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
@@ -78,6 +81,14 @@ class HalfLoadWithFp16Training(ScriptRule):
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )
             flag = _fp16_flag(script, tie)
+            stored = _stored_when(script, tie, flag)
+            if flag is not None and stored is not None:
+                yield self.finding(
+                    script.where(flag),
+                    f"{stored}{subject(tie.cast)} has its checkpoint's float16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
+                    "the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
+                )
             rejected = _rejected_when(script, tie, flag)
             if flag is not None and rejected is not None and not is_launched_elsewhere(script, tie):
                 # Where the dtype is chosen, its choice is what the message is about.
@@ -129,6 +140,20 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             if test is not None:
                 return f"when {'' if test.is_true else 'not '}`{test.text}`{unless}, "
     return None
+
+
+def _stored_when(script: Script, tie: Trained, flag: ast.expr | None) -> str | None:
+    """When a checkpoint that is stored in float16 is loaded in its own dtype and meets fp16=True; None if it does not."""
+    version = script.settings.transformers
+    is_default = tie.cast.form == "checkpoint"  # loaded without a dtype: in float32 before transformers 5
+    if tie.cast.low or is_launched_elsewhere(script, tie) or (is_default and version is not None and version < (5,)):
+        return None
+    value, is_true = _assigned(script, flag, tie.function)
+    is_option = isinstance(value, ast.Attribute) and value.attr == "fp16"
+    if not is_true or not (is_option or _is_set_on_gpu(value)) or not stored_float16(script.outline, tie.cast):
+        return None
+    option = f"with `{text_of(value)}`, " if is_option else ""
+    return f"{when(script, tie.cast, tie.lineage)}{option}{'on transformers 5, ' if is_default and version is None else ''}"
 
 
 def _is_set_on_gpu(flag: ast.expr | None) -> bool:
