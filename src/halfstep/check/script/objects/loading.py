@@ -23,6 +23,7 @@ __all__ = [
     "is_rebound",
     "lasting_casts",
     "loading_options",
+    "loads_bfloat16",
     "stored_float16",
     "stored_low",
 ]
@@ -57,17 +58,31 @@ def fully_trained(outline: Outline) -> bool:
     So it does with `load_in_4bit=False`, where the script attaches no adapter. `float32_mixed_precision=True` has it train
     float32 weights, and those that it loads in float16 are cast to float32 as well.
     """
-    loads = [
-        call
-        for call, _ in outline.calls.get("from_pretrained", ())
-        if outline.names.full(call.func).startswith("unsloth.")
-    ]
+    loads = [call for call, _ in outline.calls.get("from_pretrained", ()) if _is_unsloth(outline, call)]
     return bool(loads) and all(
         (constant(argument(call, None, "full_finetuning")) is True or _is_plain(outline, call))
         and ((upcast := argument(call, None, "float32_mixed_precision")) is None or constant(upcast) in {None, False})
         and _is_bfloat16(outline, argument(call, None, "dtype"))
         for call in loads
     )
+
+
+def loads_bfloat16(outline: Outline) -> bool | None:
+    """Whether Unsloth loads every model of a file in bfloat16, or (None) does on GPUs that support it: its choice without a dtype."""
+    loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_unsloth(outline, site.call)]
+    named = set()
+    for call, function in loads:
+        dtype, trains_all = argument(call, None, "dtype"), argument(call, None, "full_finetuning")
+        values = outline.values(key_of(dtype), function) if key_of(dtype) else [dtype]
+        if constant(trains_all) is True or any(k.arg is None for k in call.keywords) or not values:
+            return False
+        for value in values:
+            named.add(None if value is None or constant(value) is None else outline.names.full(value))
+    return (True if named == {"torch.bfloat16"} else None) if named and named <= {None, "torch.bfloat16"} else False
+
+
+def _is_unsloth(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func).startswith("unsloth.")
 
 
 def _is_plain(outline: Outline, load: ast.Call) -> bool:
