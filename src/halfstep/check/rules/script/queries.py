@@ -121,6 +121,8 @@ class InventedName(ScriptRule):
         "import torch\n\ndef load(x):\n    with torch.autocast('cuda', dtype=torch.bf16):\n        return model(x)\n",
     )
     good = (
+        "import torch\nfrom transformers import TrainingArguments\n\n"
+        "def arguments():\n    return TrainingArguments('out', bf16=torch.cuda.is_bf16_supported(including_emulation=False))\n",
         "import torch\n\ndtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16\n",
         "from transformers import TrainingArguments\nfrom unsloth import is_bfloat16_supported\n\n"
         "args = TrainingArguments('out', bf16=is_bfloat16_supported())\n",

@@ -41,8 +41,8 @@ class DefaultDtypeHalf(ScriptRule):
         _ELSEWHERE.format(dtype="bfloat16"),
     )
     good = (
-        _ELSEWHERE.format(dtype="float32"),
         "import torch\ntorch.set_default_dtype(torch.float32)\nfor x in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+        _ELSEWHERE.format(dtype="float32"),
     )
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",)
 
