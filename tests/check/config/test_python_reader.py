@@ -361,3 +361,15 @@ def test_settings_of_a_trainer_in_another_file(call, count):
     """A class of the project with a value that only Lightning has, next to arguments of training."""
     configs = read(f"from settings import Training, Inference\nsettings = {call}\n")
     assert [c.kind for c in configs] == ["lightning"] * count
+
+
+def test_an_empty_dictionary_that_is_filled_key_by_key():
+    """`config = {}` that a function fills, branch by branch, and DeepSpeed gets: other places may add the keys that are missing."""
+    text = (
+        "import deepspeed\ndef settings(args):\n    config = {}\n    if args.half:\n        config['fp16'] = {'enabled': True}\n"
+        "        config['adaptive'] = {'enabled': True}\n    else:\n        config['fp16'] = {'enabled': False}\n    return config\n"
+        "config = settings(args)\ndeepspeed.initialize(model=model, config=config)\n"
+    )
+    found = [(c.root.keys(), c.root.open, c.strict) for c in deepspeed(text)]
+    assert found == [(("fp16", "adaptive"), True, True), (("fp16",), True, True)]
+    assert deepspeed("import deepspeed\nconfig = {}\ndeepspeed.initialize(model=model, config=config)\n") == []

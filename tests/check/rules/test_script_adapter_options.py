@@ -185,7 +185,7 @@ def test_the_branch_that_trains_the_checkpoint_in_full(full, name, lines):
         ("args.path", ", bf16=True", 1),
         ("'./model'", "", 0),
         ("'gpt2'", ", bf16=True", 0),
-        ("'facebook/opt-125m'", ", bf16=True", 0),
+        ("'facebook/bart-large'", ", bf16=True", 0),
     ],
 )
 def test_a_checkpoint_that_only_a_run_knows_is_advice(name, flags, count):

@@ -109,7 +109,7 @@ class Literals:
     def is_block(self, node: ast.AST) -> bool:
         """Whether an expression is a dictionary written out: `{...}` or `dict(...)`."""
         if isinstance(node, ast.Dict):
-            return bool(node.keys)
+            return True
         is_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
         return is_dict and bool(getattr(node, "keywords", ()))
 

@@ -118,11 +118,13 @@ class _Finder:
                 for changed in self._versions(root, name, node):
                     yield self._config("llamafactory", changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
-            if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
+            if isinstance(root, Block) and (is_deepspeed(root) or origin):
                 nested.update(id(inner) for inner in ast.walk(node))
                 versions = [
                     arm for block in self._versions(root, name, node) for arm in arms_of(block, node, self.literals)
                 ]
+                if not root.entries:  # `config = {}`, filled key by key, here and perhaps in other places
+                    versions = [replace(block, open=True) for block in versions if block.entries]
                 for changed in versions:
                     # A dictionary not visibly passed to DeepSpeed may go through a program that removes its own keys.
                     named = bool(origin) or is_for_deepspeed(node, name, self.nodes, self.source.path)

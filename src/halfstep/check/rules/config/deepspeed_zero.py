@@ -295,6 +295,8 @@ class ClippingByDefault(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
         '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
         ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}',
+        "import deepspeed\n\nds_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 2}, 'fp16': {'enabled': True}}\n"
+        "engine = deepspeed.initialize(model=model, config=ds_config)[0]\nengine.backward(loss)\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
@@ -329,7 +331,8 @@ class ClippingByDefault(DeepSpeedRule):
         )
         trains = trains or (named and has_batch and num_keys >= _SHORT)  # in float32
         # A short file is often a part that a program completes; it is reported only for a known release.
-        if (changed and trains) or (changed is None and has_batch and num_keys >= _COMPLETE):
+        is_whole = num_keys >= _COMPLETE or (config.origin == "deepspeed.initialize" and trains)
+        if (changed and trains) or (changed is None and has_batch and is_whole):
             message = (
                 "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
                 "before."

@@ -1,4 +1,4 @@
-"""HS132, HS172-HS174: scalers used before they exist, and states that a resumed run misses."""
+"""HS132, HS172, HS173: scalers used before they exist, and states that a resumed run misses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfstep.check.script.flow.creation import created_later, created_under, fl
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.objects.saving import adds_entries, entry_of, saves
-from halfstep.check.script.objects.values import DTYPES, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -34,33 +34,6 @@ def main():
         scaler.update()
     torch.save({{"optimizer": optimizer.state_dict(){saved}}}, path)
 """
-_WEIGHTS = """\
-import torch
-from copy import deepcopy
-scaler = torch.amp.GradScaler("cuda")
-if resume:
-    checkpoint = torch.load(path)
-    model.load_state_dict(checkpoint["model"]{load})
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scaler.load_state_dict(checkpoint["scaler"])
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.float16):
-        loss = loss_fn(model(x), y)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-{save}
-"""
-_STATES = '"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)'
-_HALVES = _WEIGHTS.replace("{load}", "").replace(
-    "{save}",
-    'weights = {{k: v.cpu(){half} for k, v in model.state_dict().items()}}\ntorch.save({{"model": weights, '
-    + _STATES.replace("}", "}}"),
-)
-_DEEP = _WEIGHTS.replace("{load}", ".float().state_dict()").replace(
-    "{save}", 'torch.save({{"model": deepcopy(model){half}, ' + _STATES.replace("}", "}}")
-)
 _CREATE = '    scaler = torch.amp.GradScaler("cuda")\n'
 _SAVED = ', "scaler": scaler.state_dict()'
 _USES = ("scale", "unscale", "scaler_step", "update", "load_scaler", "save_scaler", "backward")
@@ -296,101 +269,9 @@ class ApexStateNotSaved(ScriptRule):
             )
 
 
-class HalfWeightsResumed(ScriptRule):
-    """A checkpoint for resuming contains the weights in 16 bits."""
-
-    code = "HS174"
-    name = "half-weights-resumed"
-    severity = "warning"
-    reason = (
-        "The float32 weights of mixed precision collect updates that are smaller than the 16-bit spacing. A checkpoint that stores "
-        "them in float16 rounds each weight to 11 bits, flushes those below 6e-8 to zero and overflows above 65504, so a resumed run "
-        "continues from other weights than the optimizer state belongs to. Store 16-bit weights only in files for inference."
-    )
-    bad = (_HALVES.format(half=".half()"), _DEEP.format(half=".half()"))
-    good = (_HALVES.format(half=""), _DEEP.format(half=""))
-    references = ("https://arxiv.org/abs/1710.03740",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Weights cast to 16 bits next to an optimizer state, in a file that restores both."""
-        if not script.has("load_optimizer") or not script.has("backward", "owned_backward"):
-            return
-        read = set(_read_keys(script))
-        reported: set[ast.AST] = set()
-        for event in script.events("save_optimizer"):
-            entries = _entries_with(script, event.node)
-            for key, value in entries:
-                call = _halved(script, value, event)
-                if call is None or constant(key) not in read:
-                    continue
-                if entries[0][1] in reported:
-                    break  # the same dictionary in another trace
-                reported.add(entries[0][1])
-                yield self.finding(
-                    script.where(call),
-                    f"`{text_of(key)}` of the checkpoint is stored in 16 bits, next to the state of `{event.local.optimizer}`: a "
-                    "resumed run continues from rounded weights",
-                    instead="store float32 weights in the checkpoint for resuming, and a 16-bit copy in another file",
-                )
-                break
-
-
-def _read_keys(script: Script) -> Iterator[object]:
-    """The keys that the file reads from a dictionary: `checkpoint["model"]`, `checkpoint.get("model")`."""
-    for node in ast.walk(script.tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(constant(node.slice), str):
-            yield constant(node.slice)
-    for call, _ in script.outline.calls.get("get", ()):
-        if call.args:
-            yield constant(call.args[0])
-
-
-def _entries_with(script: Script, node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """The entries of the dictionary that contains a saved state, also a copy or a conversion of it: `deepcopy(state)`."""
-    parent = script.outline.parents.get(node)
-    while isinstance(parent, (ast.IfExp, ast.Call)):
-        parent = script.outline.parents.get(parent)
-    if isinstance(parent, ast.Dict):
-        return [(k, v) for k, v in zip(parent.keys, parent.values, strict=True) if k is not None]
-    call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else None
-    if isinstance(call, ast.Call) and key_of(call.func) == "dict":
-        return [(ast.Constant(k.arg), k.value) for k in call.keywords if k.arg]
-    return []
-
-
-def _halved(script: Script, value: ast.expr, event: Event) -> ast.expr | None:
-    """The call that casts saved weights to 16 bits: `deepcopy(model).half()`, `{k: v.half() for k, v in state.items()}`."""
-    key = key_of(value)
-    if key.isidentifier():
-        bound = [
-            b for b in script.outline.bindings.get(key, ()) if b.function is event.function and b.value is not None
-        ]
-        value = bound[-1].value if bound and bound[-1].index is None and bound[-1].value is not None else value
-    if isinstance(value, ast.DictComp):
-        casts = [value.value.body, value.value.orelse] if isinstance(value.value, ast.IfExp) else [value.value]
-        return next((c for c in casts if _is_cast(script, c)), None)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "state_dict":
-        value = value.func.value
-    return value if _is_cast(script, value) else None
-
-
-def _is_cast(script: Script, node: ast.AST) -> bool:
-    """Whether an expression ends in a cast to 16 bits: `x.half()`, `x.cpu().to(torch.float16)`."""
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in {"half", "bfloat16"} and not node.args:
-            return True
-        values = [*node.args, *(k.value for k in node.keywords if k.arg == "dtype")] if node.func.attr == "to" else []
-        if any(DTYPES.get(script.outline.names.full(v)) in {"float16", "bfloat16"} for v in values):
-            return True
-        if node.func.attr not in {"cpu", "clone", "detach", "contiguous", "to", "eval"}:
-            return False
-        node = node.func.value
-    return False
-
-
 def _writes_state(node: ast.AST) -> bool:
     text = text_of(node)
     return "state_dict" in text or text.startswith("torch.save(")
 
 
-RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved, HalfWeightsResumed)
+RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved)

@@ -1,4 +1,4 @@
-"""HS269: functions that report whether a format is supported, used as a value and not called."""
+"""HS200, HS269: functions that report whether a format is supported: names that torch does not have, and those not called."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ _ASKED = regex(
     r"is_(?:(?:bf|bfloat|fp)16_supported|torch_(?:bf16|tf32|fp16)\w*|autocast_(?:enabled|available)|"
     r"(?:bf16|fp16|fp8)_available|available)\b(?!\s*\()"
 )
+# Names that people write for functions and dtypes of torch, and that no release of it has.
+_INVENTED = {
+    **dict.fromkeys(
+        (f"torch.{module}{name}" for module in ("", "cuda.", "cuda.amp.", "amp.") for name in (
+            "is_bfloat16_supported", "is_bf16_available", "is_bfloat16_available")),
+        "torch.cuda.is_bf16_supported(including_emulation=False)",
+    ),
+    **dict.fromkeys(
+        ("torch.is_bf16_supported", "torch.amp.is_bf16_supported", "torch.cuda.amp.is_bf16_supported"),
+        "torch.cuda.is_bf16_supported(including_emulation=False)",
+    ),
+    **dict.fromkeys(
+        ("torch.cuda.is_fp16_supported", "torch.cuda.is_float16_supported"), "torch.cuda.is_available(): every GPU has float16"
+    ),
+    "torch.bf16": "torch.bfloat16",
+    "torch.fp16": "torch.float16",
+    "torch.fp32": "torch.float32",
+}  # fmt: skip
+_WRITTEN = regex(
+    r"torch\.(?:cuda\.)?(?:amp\.)?(?:is_(?:bf|bfloat|fp|float)16_(?:supported|available)|(?:bf16|fp16|fp32)\b)"
+)
+_PROBES = regex(r"attr\(")
 _SWITCH = regex(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
 
 
@@ -83,6 +105,67 @@ class QueryNotCalled(ScriptRule):
                 )
 
 
+class InventedName(ScriptRule):
+    """A precision query or a dtype is read from torch under a name that torch does not have."""
+
+    code = "HS200"
+    name = "invented-torch-name"
+    severity = "error"
+    reason = (
+        "`torch.cuda.is_bfloat16_supported` and `torch.bf16` raise AttributeError. The function is `torch.cuda.is_bf16_supported`; "
+        "`is_bfloat16_supported` is Unsloth's name for it. The line is often reached late: after the data is prepared and the model is loaded."
+    )
+    bad = (
+        "import torch\nfrom transformers import TrainingArguments\n\n"
+        "def arguments():\n    return TrainingArguments('out', bf16=torch.cuda.is_bfloat16_supported())\n",
+        "import torch\n\ndef load(x):\n    with torch.autocast('cuda', dtype=torch.bf16):\n        return model(x)\n",
+    )
+    good = (
+        "import torch\nfrom transformers import TrainingArguments\n\n"
+        "def arguments():\n    return TrainingArguments('out', bf16=torch.cuda.is_bf16_supported(including_emulation=False))\n",
+        "import torch\n\ndtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16\n",
+        "from transformers import TrainingArguments\nfrom unsloth import is_bfloat16_supported\n\n"
+        "args = TrainingArguments('out', bf16=is_bfloat16_supported())\n",
+        "import torch\n\nif hasattr(torch.cuda, 'is_bfloat16_supported') and torch.cuda.is_bfloat16_supported():\n    print('bf16')\n",
+        "import torch\n\ntorch.bf16 = torch.bfloat16\nx = torch.zeros(2, dtype=torch.bf16)\n",
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html",
+        "https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype",
+        "measured: torch 2.13.0, AttributeError for each name",
+    )
+    words = ("is_bfloat16_supported", "torch.bf16", "torch.fp16", "torch.fp32", "bf16_available", "fp16_supported")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Names below torch that are read, without a test for them or a handler of the error."""
+        if not _WRITTEN.search(script.source.text):
+            return
+        names = script.outline.names
+        nodes = [n for n in all_nodes(script.tree) if isinstance(n, ast.Attribute)]
+        added = {names.full(n) for n in nodes if isinstance(n.ctx, ast.Store)}
+        reported: set[tuple[str, ast.AST | None]] = set()  # the first read of a function raises
+        for node in sorted(nodes, key=lambda n: n.lineno):
+            right = _INVENTED.get(full := names.full(node))
+            if right is None or full in added or names.ambiguous(node) or _is_tried(script, node):
+                continue
+            function = next((n for n in script.above(node) if isinstance(n, (ast.FunctionDef, ast.Lambda))), None)
+            if (full, function) in reported:
+                continue
+            reported.add((full, function))
+            yield self.finding(script.where(node), f"torch has no `{full}`: AttributeError", instead=right)
+
+
+def _is_tried(script: Script, node: ast.AST) -> bool:
+    """Whether an `except` handles the error of a statement, or a condition around it asks whether the name exists."""
+    for parent in script.above(node):
+        test = parent.test if isinstance(parent, (ast.If, ast.IfExp)) else parent
+        if isinstance(parent, ast.Try) or (
+            isinstance(test, (ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)) and _PROBES.search(text_of(test))
+        ):
+            return True
+    return False
+
+
 def _names_query(text: str) -> bool:
     """Whether a text names a query that it does not call there, imports aside: most files need no closer look."""
     if not _ASKED.search(text):
@@ -131,4 +214,4 @@ def _operands(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-RULES: tuple[type[Rule], ...] = (QueryNotCalled,)
+RULES: tuple[type[Rule], ...] = (InventedName, QueryNotCalled)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import (
     TRAINER,
@@ -19,6 +21,8 @@ from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, format_ways
 from halfstep.check.script.objects.expressions import asks_for_adapters
 from halfstep.check.script.objects.formats import formats_of, keyword_of
+from halfstep.check.script.objects.loading import loads_bfloat16, stored_float16
+from halfstep.check.script.objects.trainers import arguments_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -28,6 +32,18 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
+_UNSLOTH = """\
+import torch
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel, is_bfloat16_supported
+
+dtype = {dtype}
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Llama-3.2-1B-bnb-4bit", dtype=dtype, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=16)
+SFTTrainer(model=model, args=SFTConfig("out", fp16={fp16}), train_dataset=data).train()
+"""
+# Models that Unsloth trains in float32 whatever the arguments say.
+_FORCED = regex(r"gemma-?3|gpt[-_]oss|qwen-?3[._]5", re.IGNORECASE)
 _ON_GPU = (Guard("torch.cuda.is_available()", True),)
 
 
@@ -39,7 +55,8 @@ class HalfLoadWithFp16Training(ScriptRule):
     severity = "error"
     reason = (
         "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
-        "ValueError: Attempting to unscale FP16 gradients, with bfloat16 weights not implemented for 'BFloat16'. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another."
+        "ValueError: Attempting to unscale FP16 gradients, with bfloat16 weights not implemented for 'BFloat16'. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another. "
+        "Unsloth loads in bfloat16 where the GPU supports it and has TRL's trainers raise TypeError at once."
     )
     bad = (
         TRAINER.format(name="gpt2", dtype=", dtype=torch.float16", flags=", fp16=True"),
@@ -50,9 +67,14 @@ class HalfLoadWithFp16Training(ScriptRule):
         ),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=torch.cuda.is_available()"),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.bfloat16", flags=", fp16=True"),
+        TRAINER.format(name="facebook/opt-1.3b", dtype="", flags=", fp16=args.fp16"),
+        _UNSLOTH.format(dtype="None", fp16="True"),
     )
     good = (
         TRAINER.format(name="gpt2", dtype=", dtype=torch.float32", flags=", fp16=True"),
+        TRAINER.format(name="facebook/opt-1.3b", dtype=", dtype=torch.float32", flags=", fp16=True"),
+        _UNSLOTH.format(dtype="None", fp16="not is_bfloat16_supported(), bf16=is_bfloat16_supported()"),
+        _UNSLOTH.format(dtype="torch.float16", fp16="True"),
         "import torch\nfrom peft import LoraConfig, get_peft_model\n"
         "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
         "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
@@ -78,6 +100,14 @@ class HalfLoadWithFp16Training(ScriptRule):
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )
             flag = _fp16_flag(script, tie)
+            stored = _stored_when(script, tie, flag)
+            if flag is not None and stored is not None:
+                yield self.finding(
+                    script.where(flag),
+                    f"{stored}{subject(tie.cast)} has its checkpoint's float16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
+                    "the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
+                )
             rejected = _rejected_when(script, tie, flag)
             if flag is not None and rejected is not None and not is_launched_elsewhere(script, tie):
                 # Where the dtype is chosen, its choice is what the message is about.
@@ -87,6 +117,27 @@ class HalfLoadWithFp16Training(ScriptRule):
                     "on CUDA the scaler raises: not implemented for 'BFloat16'",
                     instead=f"{remedy(script, tie.cast)}, and bf16=True to compute in bfloat16",
                 )
+        for flag, is_always in _unsloth_flags(script):
+            yield self.finding(
+                script.where(flag),
+                f"{'' if is_always else 'on a GPU with bfloat16, '}Unsloth loads the model in bfloat16, and its trainer raises TypeError for fp16=True",
+                instead="fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported() of unsloth",
+                severity=None if is_always else "warning",
+            )
+
+
+def _unsloth_flags(script: Script) -> Iterator[tuple[ast.expr, bool]]:
+    """Each literal fp16=True of a TRL trainer in a file whose models Unsloth loads in bfloat16, and whether it does on every GPU."""
+    outline = script.outline
+    is_named = loads_bfloat16(outline) if outline.names.uses("unsloth") else False
+    if is_named is False or _FORCED.search(script.source.text):
+        return
+    for name, sites in outline.calls.items():
+        for call, function in sites if name.endswith("Trainer") else ():
+            made = arguments_of(outline, call, function) if outline.names.full(call.func).startswith("trl.") else None
+            flag = keyword_of(outline, made, function, "fp16") if made is not None else None
+            if flag is not None and constant(flag) is True:
+                yield flag, is_named is True
 
 
 def _scaled_when(script: Script, tie: Trained) -> str | None:
@@ -129,6 +180,20 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             if test is not None:
                 return f"when {'' if test.is_true else 'not '}`{test.text}`{unless}, "
     return None
+
+
+def _stored_when(script: Script, tie: Trained, flag: ast.expr | None) -> str | None:
+    """When a checkpoint that is stored in float16 is loaded in its own dtype and meets fp16=True; None if it does not."""
+    version = script.settings.transformers
+    is_default = tie.cast.form == "checkpoint"  # loaded without a dtype: in float32 before transformers 5
+    if tie.cast.low or is_launched_elsewhere(script, tie) or (is_default and version is not None and version < (5,)):
+        return None
+    value, is_true = _assigned(script, flag, tie.function)
+    is_option = isinstance(value, ast.Attribute) and value.attr == "fp16"
+    if not is_true or not (is_option or _is_set_on_gpu(value)) or not stored_float16(script.outline, tie.cast):
+        return None
+    option = f"with `{text_of(value)}`, " if is_option else ""
+    return f"{when(script, tie.cast, tie.lineage)}{option}{'on transformers 5, ' if is_default and version is None else ''}"
 
 
 def _is_set_on_gpu(flag: ast.expr | None) -> bool:

@@ -1,8 +1,9 @@
-"""HS267, HS268, HS289: dtypes of quantized models that do not exist or differ from training, and unused configurations."""
+"""HS267, HS268, HS289: dtypes of quantized models that do not exist or differ from training, and settings and configurations without effect."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from collections.abc import Iterator
 
@@ -41,6 +42,11 @@ with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
 _PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
 _LOADERS = frozenset({"transformers", "peft", "trl"})
 _SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretrained also takes a configuration
+# All parameters of BitsAndBytesConfig, which accepts any other name as well and drops it.
+_KNOWN = tuple(f"bnb_4bit_{n}" for n in ("compute_dtype", "quant_type", "use_double_quant", "quant_storage")) + tuple(
+    f"llm_int8_{n}" for n in ("threshold", "skip_modules", "enable_fp32_cpu_offload", "has_fp16_weight")
+)
+_SETTING = regex(r"(bnb_|llm_int8_)\w+")
 # Names that people write for torch's dtypes and that torch does not have as attributes.
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
@@ -206,7 +212,7 @@ def _may_follow(script: Script, call: ast.Call, value: ast.expr, function: Funct
 
 
 class QuantizationNotPassed(ScriptRule):
-    """A quantization configuration is created and never passed to a model, or switched off."""
+    """A quantization configuration is created and never passed to a model, or switched off, or has settings that do not exist."""
 
     code = "HS289"
     name = "quantization-not-passed"
@@ -214,18 +220,22 @@ class QuantizationNotPassed(ScriptRule):
     reason = (
         "A `BitsAndBytesConfig` takes effect only as `quantization_config` of `from_pretrained`. Where the argument is missing, or commented "
         "out, the model is loaded in full precision without a message: it needs four times the memory, and the run is not the QLoRA run "
-        "that it is reported as. With `load_in_4bit=False` its other 4-bit settings have no effect either."
+        "that it is reported as. With `load_in_4bit=False` its other 4-bit settings have no effect either. Nor has a setting that it does not "
+        "know, such as `bnb_8bit_compute_dtype`: it is dropped with a message at the level `info`, which is not shown."
     )
     bad = (
         _LOADED.format(dtype="torch.bfloat16").replace(", quantization_config=quantized", ""),
         _LOADED.format(dtype="torch.bfloat16").replace("quantization_config=quantized", "dtype=torch.bfloat16"),
         _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False"),
+        _LOADED.format(dtype="torch.bfloat16").replace("4bit", "8bit"),
     )
     good = (
         _LOADED.format(dtype="torch.bfloat16"),
         _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False, load_in_8bit=True"),
+        _LOADED.format(dtype="6.0").replace("4bit=True, bnb_4bit_compute_dtype", "8bit=True, llm_int8_threshold"),
     )
-    references = (_BNB,)
+    references = (_BNB, "https://github.com/huggingface/transformers/issues/35581")
+    words = ("bnb_8bit_",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Variables that are assigned a configuration and never read, in files that load a model."""
@@ -247,6 +257,7 @@ class QuantizationNotPassed(ScriptRule):
                     f"load_in_4bit=False switches the quantization off, and `{set_in_vain[0]}` has no effect",
                     instead="load_in_4bit=True, or no quantization_config",
                 )
+        yield from self._unknown(script)
         yield from self._only_named(script) if not hidden else ()
         for call, function in quantizations(script) if loads and not hidden else ():
             target = _assigned(outline, call)
@@ -259,6 +270,22 @@ class QuantizationNotPassed(ScriptRule):
                     script.where(call),
                     f"`{target.id}` is never used: the model is loaded {effect}",
                     instead=f"pass quantization_config={target.id} to from_pretrained, or remove it",
+                )
+
+    def _unknown(self, script: Script) -> Iterator[Finding]:
+        """The first setting of each configuration that BitsAndBytesConfig does not have."""
+        for call, _ in quantizations(script):
+            written = [k for k in call.keywords if k.arg and _SETTING.fullmatch(k.arg) and k.arg not in _KNOWN]
+            if written and (name := written[0].arg):
+                close = difflib.get_close_matches(name, _KNOWN, 1, 0.9) if "8bit" not in name else []
+                yield self.finding(
+                    script.where(written[0]),
+                    f"BitsAndBytesConfig has no `{name}`{f', and {len(written) - 1} more' if len(written) > 1 else ''}: dropped without effect",
+                    instead=close[0]
+                    if close
+                    else "remove it; 8-bit layers have no such setting"
+                    if "8bit" in name
+                    else "remove it",
                 )
 
     def _only_named(self, script: Script) -> Iterator[Finding]:

@@ -364,7 +364,18 @@ def compared_formats(outline: Outline, node: ast.expr, formats: frozenset[str]) 
                 left = names if is_one and formats == {UNKNOWN} else formats & names if is_one else formats - names
                 formats = left if names and left else formats
         child, parent = parent, outline.parents.get(parent)
-    return formats
+    return (
+        formats if formats != {UNKNOWN} or not isinstance(node, ast.Name) else formats | _asked(outline, node, parent)
+    )
+
+
+def _asked(outline: Outline, node: ast.Name, function: ast.AST | None) -> frozenset[str]:
+    """The 16-bit formats that a function asks for where another file chooses: `dtype = resolve_dtype(args)`, `dtype == torch.bfloat16`."""
+    made = [b.value for b in outline.bindings.get(node.id, ()) if b.function.node is function]
+    if function is None or not made or not all(isinstance(v, ast.Call) and "dtype" in text_of(v.func) for v in made):
+        return frozenset()
+    parts = [_comparison(outline, node.id, n)[0] for n in ast.walk(function) if isinstance(n, ast.Compare)]
+    return frozenset[str]().union(*parts) & {"float16", "bfloat16"}
 
 
 def _comparison(outline: Outline, key: str, test: ast.expr) -> tuple[frozenset[str], bool]:

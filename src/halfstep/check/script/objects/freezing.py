@@ -43,6 +43,7 @@ _ADDED = regex(
 # Those among them that no checkpoint contains: the file that attaches them to a loaded model may be another one.
 _ATTACHED = regex(r"lora|adapter|prompt|connector|resampler|memory|new|extra|custom", re.IGNORECASE)
 _ADAPTERS = regex(r"lora|adapter", re.IGNORECASE)
+_OF_TRANSFORMERS = regex(r"transformers\.|AutoModel\w*\.")  # the second by `from utils import *`
 # Layers that recipes keep in float32 next to 16-bit weights, as a condition names them; matrices are another matter.
 _SMALL = regex(r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2")
 _CHANGES = regex(
@@ -125,8 +126,8 @@ def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:
     if casts and all(c.form == "cast" and c.function is function and c.node.lineno > made for c in casts):
         return _ADAPTERS  # the cast includes whatever was attached before
     # What transformers loads in 16 bits has no other layers: new ones have the same dtype.
-    loads = [lineage.outline.names.full(c.node.func) for c in casts if c.form == "load"]
-    is_whole = not lineage.creations and bool(loads) and all(name.startswith("transformers.") for name in loads)
+    loads = [lineage.outline.names.full(c.node.func) or text_of(c.node.func) for c in casts if c.form == "load"]
+    is_whole = not lineage.creations and bool(loads) and all(map(_OF_TRANSFORMERS.match, loads))
     return _ATTACHED if is_whole else _ADDED
 
 

@@ -23,18 +23,22 @@ __all__ = [
     "is_rebound",
     "lasting_casts",
     "loading_options",
+    "loads_bfloat16",
+    "stored_float16",
     "stored_low",
 ]
 
 # Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
 _LOW_CHECKPOINTS = regex(
     r"llama-?[234]|qwen|mi[sx]tral|ministral|gemma-?3|gemma-\d+b|gemma-2-\d+b-it|phi-?[1-4]|deepseek|smollm[23]|internlm[23]|glm-?4|"
-    r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
+    r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r|"
+    r"(^|/)opt-\d|whisper-large-v3",
     re.IGNORECASE,
 )
+_FLOAT16_CHECKPOINTS = regex(r"^facebook/opt-\d|^openai/whisper-large-v3")  # the only format of these
 # Those in float32, and small ones that may be; what no list has is most likely stored in 16 bits.
 _FULL_CHECKPOINTS = regex(
-    r"gpt-?2|gpt-?neo|gpt-?j|gpt-?3|\w*gpt\b|rugpt|bert|(^|[/-])m?t5|bart|olmo|bloom|pythia|(^|/)opt-|codegen|cerebras|mamba|rwkv|xglm|biogpt|"
+    r"gpt-?2|gpt-?neo|gpt-?j|gpt-?3|\w*gpt\b|rugpt|bert|(^|[/-])m?t5|bart|olmo|bloom|pythia|codegen|cerebras|mamba|rwkv|xglm|biogpt|"
     r"gemma-?2|smol_?l|tiny|stories|random|test|\d+m(-|$)",
     re.IGNORECASE,
 )
@@ -54,17 +58,31 @@ def fully_trained(outline: Outline) -> bool:
     So it does with `load_in_4bit=False`, where the script attaches no adapter. `float32_mixed_precision=True` has it train
     float32 weights, and those that it loads in float16 are cast to float32 as well.
     """
-    loads = [
-        call
-        for call, _ in outline.calls.get("from_pretrained", ())
-        if outline.names.full(call.func).startswith("unsloth.")
-    ]
+    loads = [call for call, _ in outline.calls.get("from_pretrained", ()) if _is_unsloth(outline, call)]
     return bool(loads) and all(
         (constant(argument(call, None, "full_finetuning")) is True or _is_plain(outline, call))
         and ((upcast := argument(call, None, "float32_mixed_precision")) is None or constant(upcast) in {None, False})
         and _is_bfloat16(outline, argument(call, None, "dtype"))
         for call in loads
     )
+
+
+def loads_bfloat16(outline: Outline) -> bool | None:
+    """Whether Unsloth loads every model of a file in bfloat16, or (None) does on GPUs that support it: its choice without a dtype."""
+    loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_unsloth(outline, site.call)]
+    named = set()
+    for call, function in loads:
+        dtype, trains_all = argument(call, None, "dtype"), argument(call, None, "full_finetuning")
+        values = outline.values(key_of(dtype), function) if key_of(dtype) else [dtype]
+        if constant(trains_all) is True or any(k.arg is None for k in call.keywords) or not values:
+            return False
+        for value in values:
+            named.add(None if value is None or constant(value) is None else outline.names.full(value))
+    return (True if named == {"torch.bfloat16"} else None) if named and named <= {None, "torch.bfloat16"} else False
+
+
+def _is_unsloth(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func).startswith("unsloth.")
 
 
 def _is_plain(outline: Outline, load: ast.Call) -> bool:
@@ -162,18 +180,28 @@ def is_language_model(cast: Cast) -> bool:
 
 def stored_low(outline: Outline, cast: Cast) -> bool | None:
     """Whether a checkpoint whose own dtype is loaded has 16 bits, from its name; None if the text does not decide it."""
-    if AUTO not in cast.formats:
-        return None
-    name = argument(cast.node, 0, "pretrained_model_name_or_path")
-    texts = _texts(outline, name, cast.function) if name is not None else set()
-    words = [t for t in texts if isinstance(t, str)]
-    if not words or len(words) != len(texts) or any(_ANY_MODEL.search(word) for word in words):
+    words = _checkpoints(outline, cast)
+    if not words or any(_ANY_MODEL.search(word) for word in words):
         return None
     low = [bool(_LOW_CHECKPOINTS.search(word)) for word in words]
     is_asked = cast.form == "load"  # dtype="auto"
     if is_asked and not any(low) and not any(map(_FULL_CHECKPOINTS.search, words)) and all("/" in w for w in words):
         return None
     return all(low)
+
+
+def stored_float16(outline: Outline, cast: Cast) -> bool:
+    """Whether a checkpoint whose own dtype is loaded is stored in float16, whichever it may be by its name."""
+    words = _checkpoints(outline, cast)
+    return bool(words) and all(map(_FLOAT16_CHECKPOINTS.search, words))
+
+
+def _checkpoints(outline: Outline, cast: Cast) -> list[str]:
+    """The names of the checkpoint whose own dtype a model gets; none if the text does not have all of them."""
+    name = argument(cast.node, 0, "pretrained_model_name_or_path") if AUTO in cast.formats else None
+    texts = _texts(outline, name, cast.function) if name is not None else set()
+    words = [t for t in texts if isinstance(t, str)]
+    return words if len(words) == len(texts) else []
 
 
 def _texts(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> set[object]:

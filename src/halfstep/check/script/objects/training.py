@@ -295,15 +295,15 @@ class Training:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
                 if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
                     continue
-                if self.adapters == "optional" and self._is_asked_for(call, function):
-                    continue
-                keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
+                is_asked = self.adapters == "optional" and self._is_asked_for(call, function)
+                keys = [owner, *map(key_of, call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
                     continue
+                is_read = _READS.search(name) or isinstance(outline.parents.get(call), (ast.For, ast.comprehension))
+                if is_asked or is_read or not any(lineage.has(key, function) for key in keys):
+                    continue
                 target = outline.call_target(call, function)
-                changes = not _READS.search(name) and any(lineage.has(key, function) for key in keys)
-                changes = changes and (target is None or not keeps_low(lineage, target))
-                if changes and not lineage.is_frozen_by_option(call):
+                if (target is None or not keeps_low(lineage, target)) and not lineage.is_frozen_by_option(call):
                     return True
         if is_switched or trains_part_of(lineage, self._enabled_parts):
             return False

@@ -42,7 +42,7 @@ from halfstep.check.script.objects.formats import (
 )
 from halfstep.check.script.objects.parameters import is_cast_in_place, is_cast_with, is_merged, may_freeze, parts_of
 from halfstep.check.script.objects.tensors import created_formats, low_layer
-from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
@@ -126,7 +126,8 @@ class Lineage:
         """Whether an option such as `args.freeze_backbone` decides what `node` does: without it, the weights are trained."""
         guards = conditions_of(self.outline, node)
         flag = _OPTION if isinstance(node, ast.Call) and "freez" in text_of(node.func) else FREEZE_FLAG
-        options = [text for text, is_true in guards if is_true and (flag.search(text) or FREEZE_FLAG.search(text))]
+        texts = [text.removesuffix(" is not None") for text, is_true in guards if is_true]
+        options = [text for text in texts if flag.search(text) or FREEZE_FLAG.search(text)]
         passed = map(text_of, node.args[:1] if isinstance(node, ast.Call) else [])  # `requires_grad_(not use_lora)`
         options += [text[4:] for text in passed if text.startswith("not ")]
         self.frozen_when.update(dict.fromkeys(options))
@@ -249,6 +250,11 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
             yield ast.Name(owner, ast.Load()), function, None, key
         elif owner != "self" and len({b.function.cls for b in own}) == 1:  # `agent.model`: of the only such class
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), own[0].function, None, key
+        elif key == "self.model" and isinstance(scope, str) and not function.name.startswith("create_optimizer"):
+            # A Trainer of this file with an optimizer of its own: what it is created with.
+            is_own = any(text_of(base).endswith("Trainer") for base in outline.bases.get(scope, ()))
+            made = [(argument(c, 0, "model"), f) for c, f in outline.calls.get(scope, ()) if is_own]
+            yield from ((value, f, None, key_of(value)) for value, f in made if value is not None)
         elif parts := _passed_as(outline, owner, part, function):
             yield from ((value, scope, None, key_of(value)) for value, scope in parts)
         else:
