@@ -196,6 +196,33 @@ def test_gradients_that_the_generators_loss_leaves_in_the_discriminator():
     assert codes(GAN.format(before_d="pass", before_g="of_d.zero_grad()", after="of_g.zero_grad()")) == ["HS108"]
 
 
+OPTIONAL = """\
+def train(cfg, loader, use_gan, scaled):
+    d = Discriminator({arguments}).cuda() if use_gan else None
+    scaler = torch.amp.GradScaler("cuda") if (cfg.amp and {part}) else None
+    optimizer = torch.optim.Adam(d.parameters()) if d is not None else None
+    for x in loader:
+        if d is not None:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=cfg.amp):
+                loss = criterion(d(x))
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("arguments", ["", "3", "cfg.channels"])
+def test_an_object_of_another_files_class_is_true(arguments):
+    """A run in which `amp and network` is false has no network or no mixed precision."""
+    assert codes(OPTIONAL.format(arguments=arguments, part="d")) == []
+    assert codes(OPTIONAL.format(arguments=arguments, part="scaled")) == ["HS123"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
