@@ -196,6 +196,13 @@ def test_gradients_that_the_generators_loss_leaves_in_the_discriminator():
     assert codes(GAN.format(before_d="pass", before_g="of_d.zero_grad()", after="of_g.zero_grad()")) == ["HS108"]
 
 
+def test_gradients_that_are_cleared_in_every_micro_batch_are_one_mistake():
+    """A run reports them under the code of the rule that reads them in the text, so that there is a single finding."""
+    text = window(end="pass").replace("    with torch", "    optimizer.zero_grad()\n    with torch")
+    assert codes(text) == ["HS181"]
+    assert "HS156" not in reported(START + text)
+
+
 OPTIONAL = """\
 def train(cfg, loader, use_gan, scaled):
     d = Discriminator({arguments}).cuda() if use_gan else None
