@@ -259,3 +259,173 @@ for x in loader:
 def test_the_first_line_that_raises_is_reported(strict, expected):
     """A test of the norm below a clip that raises is not reached."""
     assert lines(STRICT.format(strict=strict), "HS175") == expected
+
+
+REPEATED = """\
+import torch
+{constant}scaler = torch.amp.GradScaler("cuda")
+{head}    for x in loader:
+        for _ in range({size}):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss_d = loss_fn(d(x))
+            optim_d.zero_grad()
+            scaler.scale(loss_d).backward()
+            scaler.step(optim_d)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(g(x))
+        optim_g.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optim_g)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("constant", "head", "size", "expected"),
+    [
+        ("D_STEPS = 1\n", "def train(loader):\n", "D_STEPS", []),
+        ("D_STEPS = 2\n", "def train(loader):\n", "D_STEPS", [11]),
+        ("", "def train(loader, d_steps=1):\n", "d_steps", [10]),
+        ("", "def train(loader):\n", "cfg.d_steps", [10]),
+    ],
+)
+def test_a_loop_with_one_iteration_repeats_no_step(constant, head, size, expected):
+    """A loop over the constant 1 runs its step once per update; a parameter or setting may have another value."""
+    assert lines(REPEATED.format(constant=constant, head=head, size=size), "HS101") == expected
+
+
+CLOSURE = """\
+import torch
+def main(args):
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    amp = {amp}
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16
+    scaler = torch.amp.GradScaler(enabled=args.amp and torch.cuda.is_available() and dtype == torch.float16)
+    def update(x):
+        with torch.autocast(device_type=device, dtype=dtype, enabled=amp):
+            loss = loss_fn(model(x))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for x in loader:
+        update(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("amp", "expected"), [("args.amp and torch.cuda.is_available()", []), ("args.amp and args.mixed", [6])]
+)
+def test_a_region_that_needs_cuda_like_its_scaler(amp, expected):
+    """Without CUDA the region is off as well if the variable that enables it asks for CUDA."""
+    assert lines(CLOSURE.format(amp=amp), "HS123") == expected
+
+
+OPTIONAL_NETWORK = """\
+import torch
+def train(cfg, loader, use_gan):
+    d = Discriminator().cuda() if use_gan else None
+    use_amp = cfg["amp"] and torch.cuda.is_available()
+    scaler = torch.amp.GradScaler("cuda") if (use_amp and {part}) else None
+    optimizer = torch.optim.Adam(d.parameters()) if d is not None else None
+    for x in loader:
+        if d is not None:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=use_amp):
+                loss = loss_fn(d(x))
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("part", "expected"), [("d", []), ("use_scale", [17])])
+def test_a_scaler_that_also_depends_on_the_network_it_trains(part, expected):
+    """Where the network exists, `amp and network` is `amp`: the branch without the scaler computes in float32."""
+    assert lines(OPTIONAL_NETWORK.format(part=part), "HS123") == expected
+
+
+OWN_TRAIN = """\
+import torch
+from transformers import Trainer
+class Unlearner(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=1.0)
+    def train(self):
+        for batch in self.train_dataset:
+            {call}
+    def training_step(self, model, inputs):
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        self.sgd.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("self.training_step(self.model, batch)", []),
+        ("super().train()", [13]),
+        ("self.training_step(self.accelerator.prepare(self.model), batch)", [13]),
+    ],
+)
+def test_a_trainer_with_a_loop_of_its_own_bypasses_nothing(call, expected):
+    """A `train` that leaves no part of a step to the library has no accelerator to bypass."""
+    assert lines(OWN_TRAIN.format(call=call), "HS185") == expected
+
+
+SAVED_APART = """\
+import torch
+from checkpoints import save_model_checkpoint, save_optimizer_checkpoint
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(epochs):
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    save_model_checkpoint(model, optimizer, rank, epoch=epoch)
+{more}"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"), [("", [12]), ("    save_optimizer_checkpoint(model, optimizer, rank)\n", [13])]
+)
+def test_the_function_named_for_the_optimizer_saves_it(more, expected):
+    """Of two functions of another file that receive an optimizer, the one named for the model saves the weights."""
+    assert lines(SAVED_APART.format(more=more), "HS170") == expected
+
+
+ADAPTED_AVERAGE = """\
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import get_peft_model
+class EMACallback(TrainerCallback):
+    def __init__(self, model):
+        self.model = model
+        self.names = {{n for n, p in model.named_parameters(){condition}}}
+    def on_step_end(self, args, state, control, **kwargs):
+        self.weights = {{n: w.clone() for n, w in self.model.state_dict().items() if n in self.names}}
+model = AutoModelForCausalLM.from_pretrained("x", torch_dtype=torch.bfloat16)
+{adapt}callback = EMACallback(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "adapt", "expected"),
+    [
+        (" if p.requires_grad", "model = get_peft_model(model, config)\n", []),
+        (" if p.requires_grad", "", [11]),
+    ],
+)
+def test_an_average_of_adapters_has_their_format(condition, adapt, expected):
+    """An average of the trained weights alone is of adapters, where there are some, and PEFT creates those in float32."""
+    assert lines(ADAPTED_AVERAGE.format(condition=condition, adapt=adapt), "HS153") == expected

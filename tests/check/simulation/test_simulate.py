@@ -183,6 +183,40 @@ def test_gradients_that_the_generators_loss_leaves_in_the_discriminator():
     assert codes(GAN.format(before_d="pass", before_g="of_d.zero_grad()", after="of_g.zero_grad()")) == ["HS108"]
 
 
+def test_gradients_that_are_cleared_in_every_micro_batch_are_one_mistake():
+    """A run reports them under the code of the rule that reads them in the text, so that there is a single finding."""
+    text = window(end="pass").replace("    with torch", "    optimizer.zero_grad()\n    with torch")
+    assert codes(text) == ["HS181"]
+    assert "HS156" not in reported(START + text)
+
+
+OPTIONAL = """\
+def train(cfg, loader, use_gan, scaled):
+    d = Discriminator({arguments}).cuda() if use_gan else None
+    scaler = torch.amp.GradScaler("cuda") if (cfg.amp and {part}) else None
+    optimizer = torch.optim.Adam(d.parameters()) if d is not None else None
+    for x in loader:
+        if d is not None:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=cfg.amp):
+                loss = criterion(d(x))
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("arguments", ["", "3", "cfg.channels"])
+def test_an_object_of_another_files_class_is_true(arguments):
+    """A run in which `amp and network` is false has no network or no mixed precision."""
+    assert codes(OPTIONAL.format(arguments=arguments, part="d")) == []
+    assert codes(OPTIONAL.format(arguments=arguments, part="scaled")) == ["HS123"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

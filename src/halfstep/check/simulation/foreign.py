@@ -52,9 +52,15 @@ class Foreign(Decisions):
             return Unknown(target)
         if all(map(is_plain, every)) and _STABLE.search(name):
             return unknown(f"{key}({', '.join(map(repr, args))})")
-        if any(isinstance(a, Tensor) for a in every) or (every and not all(map(is_plain, every))):
+        if any(isinstance(a, Tensor) for a in every):
             return self.forward(key, every)
-        return Unknown(self.path.fresh(key))
+        made = Unknown(self.path.fresh(key))
+        if name.isidentifier() and name[0].isupper() and not name.isupper():  # an object of a class, which is true
+            self.path.settle(made.key, 0)
+            self.path.settle(f"{made.key} is None", 1)
+        elif not all(map(is_plain, every)):
+            return self.forward(key, every)
+        return made
 
     def forward(self, key: str, args: list[Any]) -> Tensor:
         """What a model, or a function that is not known, computes from its arguments."""

@@ -89,7 +89,7 @@ class Gradients:
         if node is None or not wasted or self.reads_gradients or not self._is_alone(optimizer):
             return
         if optimizer.wasted < optimizer.stepped and optimizer.wasted and self.skips == optimizer.skips_at_waste:
-            self._add("HS156", node, f"gradients of `{optimizer.key}` are cleared before a step has used them: those of the other micro-batches of a window are lost", f"call {optimizer.key}.zero_grad() after the step")  # fmt: skip
+            self._add("HS181", node, f"gradients of `{optimizer.key}` are cleared before a step has used them: those of the other micro-batches of a window are lost", f"call {optimizer.key}.zero_grad() after the step")  # fmt: skip
         optimizer.wasted, optimizer.skips_at_waste = len(self.backwards), self.skips
 
     def scale(self, scaler: Scaler, loss: Tensor) -> None:

@@ -59,6 +59,8 @@ _CHANGES = regex(r"^(update|setdefault|__setitem__)$")  # methods that may add t
 _BEST = regex(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 _TPU = regex(r"^\(?[\w.]*(tpu|xla)[\w.]*(\(\))?\)?$", re.IGNORECASE)  # `is_torch_tpu_available()`, `args.tpu`
+_WEIGHTS = regex(r"model|weight|peft|lora|adapter", re.IGNORECASE)
+_OPTIMIZER = regex(r"optim", re.IGNORECASE)
 LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 SAVE = ', "scaler": scaler.state_dict()'
 
@@ -161,7 +163,7 @@ class ScalerNotSaved(ScriptRule):
         yield from self._owned(script)
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
         for event in (*once(script.events("save_optimizer")), *_spread(script, "save")):
-            if _is_of_tpu(script, event):
+            if _is_of_tpu(script, event) or _is_of_weights(script, event):
                 continue
             scaler = _stepped_with(script, event, steps)
             is_entry = entry_of(script.outline, event.node) is not None
@@ -227,6 +229,13 @@ def _is_of_tpu(script: Script, event: Event) -> bool:
     return any(script.outline.names.full(call.func).startswith("torch_xla.") for call in calls) or any(
         is_true and _TPU.search(text) for text, is_true in event.guards
     )
+
+
+def _is_of_weights(script: Script, event: Event) -> bool:
+    """Whether a call of another file saves the weights alone, by its name, next to one that is named for the optimizer."""
+    others = (name for name in script.outline.calls if _OPTIMIZER.search(name))
+    name = callee_of(event)
+    return bool(_WEIGHTS.search(name)) and not _OPTIMIZER.search(name) and any(map(saves, others))
 
 
 def _has_owner(script: Script, event: Event, scaler: str, steps: list[Event]) -> bool:

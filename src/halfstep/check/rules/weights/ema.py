@@ -110,7 +110,7 @@ def _averages(script: Script) -> Iterator[Average]:
     sites = [site for full in _CLASSES & outline.library_calls.keys() for site in outline.library_calls[full]]
     for name in outline.classes.keys() & outline.calls.keys():
         if _EMA_CLASS.search(name) and name not in outline.names.table and not _chooses_dtype(script, name):
-            sites += outline.calls[name]
+            sites += outline.calls[name] if not _averages_adapters(script, name) else []
     for call, function in sites:
         if not call.args and not call.keywords:
             continue
@@ -173,6 +173,14 @@ def _chooses_dtype(script: Script, name: str) -> bool:
     methods = script.outline.classes[name].values()
     text = " ".join(ast.unparse(m.node) for m in methods if not isinstance(m.node, ast.Module))
     return bool(_CHOICE.search(_OWN_DTYPE.sub("", text))) or not re.search(r"deepcopy|clone\(", text)
+
+
+def _averages_adapters(script: Script, name: str) -> bool:
+    """Whether a class of this file averages trained weights alone, which are adapters: PEFT creates them in float32 by default."""
+    nodes = (n for m in script.outline.classes[name].values() for n in ast.walk(m.node))
+    return any(isinstance(n, ast.Attribute) and n.attr == "requires_grad" for n in nodes) and (
+        script.training.adapters == "yes"
+    )
 
 
 def _is_cast_up(script: Script, call: ast.Call) -> bool:

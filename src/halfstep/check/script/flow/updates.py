@@ -12,12 +12,14 @@ from halfstep.check.script.flow.order import (
     implied,
     is_setting,
     later,
+    loops_around,
     only_settings,
     repeats,
     switched_off,
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, prepared_for
+from halfstep.check.script.objects.values import constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -51,6 +53,8 @@ def seldom_updated(script: Script, trace: Trace, index: int) -> str:
         return ""
     inside = [e for e in updates if e.loops[: len(event.loops)] == event.loops]
     if not inside:
+        if _runs_once(script, event):
+            return ""
         line = max(getattr(e.node, "lineno", 0) for e in updates)
         return f"in the loop at line {event.loops[-1].line}, without `update()`, which follows the loop (line {line})"
     if all(_sets_scale(script, event, e) for e in inside):
@@ -63,6 +67,21 @@ def seldom_updated(script: Script, trace: Trace, index: int) -> str:
     if not all(extra) or extra[0] is None or not all(implied(event, e) for e in inside):
         return ""
     return f"without `update()` unless `{extra[0].text}`"
+
+
+def _runs_once(script: Script, event: Event) -> bool:
+    """Whether the loop around an event has one iteration: `for _ in range(d_steps)` with the constant `d_steps = 1`."""
+    loops = loops_around(script, event)
+    source = loops[-1].iter if loops and isinstance(loops[-1], (ast.For, ast.AsyncFor)) else None
+    if not isinstance(source, ast.Call) or key_of(source.func) != "range" or len(source.args) != 1:
+        return False
+    size = source.args[0]
+    if isinstance(size, ast.Name):
+        is_parameter = any(size.id in function.params for function in script.outline.functions)
+        values = [] if is_parameter else script.outline.values(size.id, event.function)
+    else:
+        values = [size]
+    return len(values) == 1 and constant(values[0]) == 1
 
 
 def _left_stepped(trace: Trace, index: int, updates: list[Event]) -> Loop | None:

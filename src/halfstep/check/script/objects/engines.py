@@ -18,6 +18,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import arms_of, may_be_none
+from halfstep.check.script.objects.trainers import is_library_trainer, replaces_training
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded
@@ -42,7 +43,6 @@ _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
-_TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
 _WITHOUT = regex(
@@ -304,7 +304,7 @@ def loop_class(script: Script, name: str) -> LoopClass | None:
     if any(base.endswith("LightningModule") for base in bases) and packages & _LIGHTNING_PACKAGES:
         precisions = set(_trainer_precisions(script))
         return LoopClass(_mode(script, name), precisions.pop() if len(precisions) == 1 else "?")
-    if any(base.split(".")[0] in _TRAINER_PACKAGES and base.endswith("Trainer") for base in bases):
+    if any(map(is_library_trainer, bases)) and not replaces_training(script.outline, name):
         return LoopClass("trainer", _arguments_precision(script.outline))
     return None
 

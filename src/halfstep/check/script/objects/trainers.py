@@ -22,11 +22,13 @@ __all__ = [
     "arguments_of",
     "has_plain_trainer",
     "has_plugin",
+    "is_library_trainer",
     "is_sharded",
     "is_trainer",
     "losses_without_count",
     "model_of",
     "names_engine",
+    "replaces_training",
     "unsharded_when",
 ]
 
@@ -42,6 +44,7 @@ _ASKS_FOR_ENGINE = regex(
 )  # `if args.use_ds:`
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _SEVERAL = regex(r"^\(?[\w.]*(world_size|num_processes|n_gpus?|num_gpus?|device_count\(\)) > 1\)?$", re.IGNORECASE)
+_TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _TRAINER = regex(r"^transformers\.(\w+\.)*(Seq2Seq)?Trainer$")
 # Their causal language models take `**kwargs`.
 _LIBRARIES = {"transformers", "peft", "trl", "unsloth", "liger_kernel", "optimum", "modelscope", "auto_gptq", "awq"}
@@ -102,6 +105,21 @@ def model_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.exp
     position = 1 if _class_name(outline, trainer) == "PPOTrainer" else 0
     node = argument(trainer, position, "model") or argument(trainer, None, "policy") or initialized(trainer)
     return node or keyword_of(outline, trainer, function, "model", "policy")  # `Trainer(**options)`
+
+
+def is_library_trainer(full: str) -> bool:
+    """Whether a full name is that of a Trainer of transformers or of a library that extends it."""
+    return full.partition(".")[0] in _TRAINER_PACKAGES and full.endswith("Trainer")
+
+
+def replaces_training(outline: Outline, name: str) -> bool:
+    """Whether a Trainer has a `train` of its own that leaves nothing of a step to the library: neither a method nor its accelerator."""
+    bases = (base.id for base in outline.bases.get(name, ()) if isinstance(base, ast.Name))
+    methods = {m: f for cls in (*bases, name) for m, f in outline.classes.get(cls, {}).items()}
+    nodes = list(ast.walk(methods["train"].node)) if "train" in methods else []
+    used = {n.attr if isinstance(n, ast.Attribute) else n.id for n in nodes if isinstance(n, (ast.Attribute, ast.Name))}
+    library = {"super", "accelerator", "_inner_training_loop", *({"training_step"} - methods.keys())}
+    return "train" in methods and not used & library
 
 
 def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.Call | None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
+from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -86,7 +86,9 @@ def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Func
 
 def is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
     """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
-    parts = [last_name(part) for part in scaler.split(" and ")]
+    # A part that is true wherever the event happens decides nothing: `scaler = GradScaler() if amp and D else None` below `if D:`.
+    open_parts = [part for part in scaler.split(" and ") if Guard(part, is_true=True) not in event.guards]
+    parts = [last_name(part) for part in open_parts]
     inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
     other = [part for part in parts if part not in inside]
     # A number format may decide both, but not that of the weights: autocast lowers bfloat16 weights to float16 as well.
@@ -208,6 +210,11 @@ def _is_on_other_devices(script: Script, region: Autocast) -> bool:
         return False
     if not ("mps" in region.devices or UNKNOWN in region.devices):
         return False
+    enabled = argument(region.node, 2, "enabled")
+    if enabled is not None and any(
+        on and asks_for_cuda(test) for test, on in parts_of(script, enabled, region.function)
+    ):
+        return False  # `amp = args.amp and torch.cuda.is_available()`: without CUDA the region is off as well
     return not _is_chosen_by_device(script, region.dtype_node)
 
 
