@@ -109,12 +109,15 @@ def _is_scaler(script: Script, key: str, function: Function) -> bool:
     """Whether a variable is a scaler of torch or None, whatever line assigns it."""
     owner, _, name = key.rpartition(".")
     if owner in {"", "self"}:
-        values = script.outline.values(key, function) if key not in function.params else []
+        values: list[ast.expr | None] = []
+        values += script.outline.values(key, function) if key not in function.params else []
     else:
         cls = _class_of(script, owner, function)
         values = [b.value for b in script.outline.bindings.get(f"self.{name}", ()) if cls and b.function.cls == cls]
     created = {s.node for s in script.scalers if s.api in _TORCH}
-    options = [option for value in values for option in (options_of(value) if value is not None else [ast.Pass()])]
+    if None in values:
+        return False  # a loop or an argument assigns it
+    options = [option for value in values if value is not None for option in options_of(value)]
     known = [o for o in options if not (isinstance(o, ast.Constant) and constant(o) is None)]
     return bool(known) and all(o in created for o in known)
 

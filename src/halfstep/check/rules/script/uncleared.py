@@ -299,10 +299,10 @@ class MisplacedZeroGrad(TraceRule):
                 "branch, so nothing is trained here",
                 instead=f"{back.local.scaler}.step({event.local.optimizer}) and {back.local.scaler}.update()",
             )
-        if event.kind == "scaler_step" and (other := left_out(script, trace, index)) is not None:
+        if event.kind == "scaler_step" and (only := left_out(script, trace, index)) is not None:
             return self.finding(
                 script.where(event.node),
-                f"only the branch without the scaler steps {other.name} (line {script.where(other.step.node).line}): with the scaler "
+                f"only the branch without the scaler steps {only.name} (line {script.where(only.step.node).line}): with the scaler "
                 f"`{event.local.optimizer}` alone is trained",
                 instead=f"{event.local.scaler}.step for every optimizer, then {event.local.scaler}.update()",
             )

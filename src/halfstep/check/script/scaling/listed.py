@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
     """`opts[0][0]`: the list, the first index and those after it."""
 
     name: str
-    index: int
+    position: int
     rest: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ def _left_out_of(script: Script, with_scaler: list[Event], plain: list[Event], o
     entries = [_entry_of(e) for e in with_scaler]
     if source is not None:
         name = key_of(source)
-        used = {e.index for e in entries if e is not None and e.name == name}
+        used = {e.position for e in entries if e is not None and e.name == name}
         is_known = bool(used) and all(e is not None and e.name == name for e in entries)
         lists = script.outline.values(name, other.function) if is_known and name else []
         sizes = [len(v.elts) for v in lists if isinstance(v, (ast.List, ast.Tuple))]
@@ -129,7 +129,7 @@ def _left_out_of_clip(script: Script, trace: Trace, first: int, last: int) -> st
     for listed in script.outline.values(name, clip.function)[:MAX_BINDINGS]:
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else []
         for i, element in enumerate(elements):
-            if i in {entry.index for entry in known}:
+            if i in {entry.position for entry in known}:
                 continue
             for value, function in script.outline.sources(key_of(_inside(element, rest)), clip.function):
                 params = argument(value, 0, "params") if isinstance(value, ast.Call) else None

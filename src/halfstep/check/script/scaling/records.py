@@ -53,7 +53,8 @@ def _made_with(script: Script, dtype: str, flag: str) -> Iterator[ast.Call]:
         if not isinstance(node, ast.ClassDef) or not {dtype, flag} <= set(fields):
             continue
         for call, _ in script.outline.calls.get(node.name, ()):
-            is_float16 = script.outline.names.full(argument(call, fields.index(dtype), dtype)) in _FLOAT16
+            value = argument(call, fields.index(dtype), dtype)
+            is_float16 = value is not None and script.outline.names.full(value) in _FLOAT16
             asked = argument(call, fields.index(flag), flag)
             tests = (n.test for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp)))
             is_for_cuda = asked is not None and asks_for_cuda(asked)
