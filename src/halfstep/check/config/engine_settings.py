@@ -56,5 +56,5 @@ def _equality(node: ast.AST) -> tuple[str, str] | None:
     if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq) or len(node.ops) > 1:
         return None
     right = node.comparators[0]
-    is_text = isinstance(right, ast.Constant) and isinstance(right.value, str)
-    return (ast.unparse(node.left), right.value) if is_text else None
+    value = right.value if isinstance(right, ast.Constant) else None
+    return (ast.unparse(node.left), value) if isinstance(value, str) else None

@@ -125,8 +125,8 @@ def _is_scaler(script: Script, key: str, function: Function) -> bool:
 def _class_of(script: Script, name: str, function: Function) -> str:
     """The class of the file that a parameter is annotated with; "" for any other variable."""
     args = getattr(function.node, "args", None)
-    given = [*args.posonlyargs, *args.args, *args.kwonlyargs] if isinstance(args, ast.arguments) else []
-    annotation = next((a.annotation for a in given if a.arg == name), None)
+    listed = [*args.posonlyargs, *args.args, *args.kwonlyargs] if isinstance(args, ast.arguments) else []
+    annotation = next((a.annotation for a in listed if a.arg == name), None)
     named = [n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)] if annotation is not None else []
     classes = [n for n in named if n in script.outline.classes]
     return classes[0] if len(classes) == 1 and not script.outline.bindings.get(name) else ""

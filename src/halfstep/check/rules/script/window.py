@@ -126,6 +126,8 @@ class UpdateEveryMicroBatch(TraceRule):
     def _of_some(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for an update after a call that steps, with this scaler, only the optimizers whose windows end."""
         event = trace[index]
+        if not script.has("handed", "owned_step"):
+            return None
         before = next((trace[i] for i in earlier(trace, index, "handed", "backward", *STEPS)), None)
         call = before.node if before is not None and before.kind in {"handed", "owned_step"} else None
         if before is None or not isinstance(call, ast.Call) or "step" not in last_name(key_of(call.func)):

@@ -28,8 +28,6 @@ MAX_IN_ALL = 20_000
 
 Trace = tuple[Event, ...]
 
-_NEVER = frozenset({Guard("False", is_true=True), Guard("None", is_true=True), Guard("True", is_true=False)})
-
 _SPAWNS = ("spawn", "start_processes", "Process", "launch")  # of torch.multiprocessing, multiprocessing and detectron2
 
 
@@ -94,8 +92,6 @@ class _Follow:
             own_guards = tuple(_rename_guards(open_guards, renamed, function, local))
             if guards and own_guards and not possible(guards, own_guards):
                 continue  # the caller's conditions rule it out
-            if not _NEVER.isdisjoint(own_guards):
-                continue  # `loss.backward() if False else None`
             inner_guards = (*guards, *own_guards)
             inner_loops = (*loops, *(Loop(copy, loop.line, loop.column) for loop in item.loops))
             inner_regions = (*regions, *_shift(_decided(item.regions, known), len(loops)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import conditions_of
@@ -40,15 +41,22 @@ def raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]]
 def _raises_for(call: ast.Call, target: Function) -> bool:
     """Whether a function raises for an argument that is not finite, and a call passes gradients or their norm for it."""
     offset = target.method and target.params[:1] in {("self",), ("cls",)}
-    for test in (n for n in ast.walk(target.node) if isinstance(n, (ast.If, ast.Assert))):
-        raises = isinstance(test, ast.Assert) or any(map(_ends_run, test.body))
-        if not raises or not _NOT_FINITE.search(text_of(test.test)) or _LENIENT.search(text_of(test.test)):
-            continue
-        for name in _names_in(test.test) & set(target.params):
-            text = text_of(argument(call, target.params.index(name) - offset, name))
-            if _GRADIENT.search(text) and not _LOSS.search(text) and not _LENIENT.search(text):
-                return True
+    for name in _required_finite(target):
+        text = text_of(argument(call, target.params.index(name) - offset, name))
+        if _GRADIENT.search(text) and not _LOSS.search(text) and not _LENIENT.search(text):
+            return True
     return False
+
+
+@lru_cache(maxsize=1024)  # a file may call one function very often
+def _required_finite(function: Function) -> tuple[str, ...]:
+    """The parameters for which a function raises if they are not finite."""
+    names: set[str] = set()
+    for test in (n for n in ast.walk(function.node) if isinstance(n, (ast.If, ast.Assert))):
+        raises = isinstance(test, ast.Assert) or any(map(_ends_run, test.body))
+        if raises and _NOT_FINITE.search(text_of(test.test)) and not _LENIENT.search(text_of(test.test)):
+            names |= _names_in(test.test) & set(function.params)
+    return tuple(sorted(names))
 
 
 def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
