@@ -91,3 +91,41 @@ for batch in loader:
 def test_the_mean_of_a_slice(loss, expected):
     """HS180 reports the mean over each slice of a batch, also with a sign or a coefficient, but not a sum or a share."""
     assert [f.line for f in findings(SLICED.format(loss=loss), "HS180")] == expected
+
+
+DIVIDED_FOR_NOTHING = """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+
+def train_step(model, x, y):
+    with torch.autocast("cuda", dtype=torch.float16):
+        losses = model(x, y)
+    loss = sum(losses.values())
+    scaler.scale(loss{division}).backward()
+    return {{k: v.item() for k, v in losses.items()}}
+
+def run(model, optimizer, loader, accumulation):
+    for i, (x, y) in enumerate(loader):
+        losses = train_step(model, x, y)
+        total_loss = sum(losses.values()) / accumulation
+        {reads}
+        if (i + 1) % accumulation == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("division", "reads", "expected"),
+    [
+        ("", "scaler.scale(torch.tensor(total_loss)).backward() if False else None", [9]),
+        (" / accumulation", "scaler.scale(torch.tensor(total_loss)).backward() if False else None", []),
+        ("", "losses['loss'] = total_loss", []),
+    ],
+)
+def test_division_that_only_unreachable_code_reads(division, reads, expected):
+    """A quotient that only code under `if False` reads does not divide the loss of the micro-batches."""
+    text = DIVIDED_FOR_NOTHING.format(division=division, reads=reads)
+    assert [f.line for f in findings(text, "HS180")] == expected

@@ -111,3 +111,34 @@ RATIO = "ratio = torch.exp(logp - old_logp)"
 def test_old_probabilities_are_computed_as_the_new_ones(rollout, ratio, expected):
     """The ratio of an update compares float32 with bfloat16, unless the rollout has the region as well."""
     assert [f.line for f in findings(POLICY.format(rollout=rollout, ratio=ratio), "HS149")] == expected
+
+
+TWINS = """\
+import torch
+
+class Trainer:
+    def train_iteration(self, batch):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.pipeline.get_train_loss(batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def eval_iteration(self, batch):
+        {start}
+            return self.pipeline.{call}(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "call", "expected"),
+    [
+        ("if batch:", "get_eval_loss", [14]),
+        ("with self.autocast():", "get_eval_loss", []),
+        ("if batch:", "get_statistics", []),
+    ],
+)
+def test_method_whose_twin_training_calls_under_autocast(start, call, expected):
+    """Validation calls the method of the same object that has the same name but for the phase, outside any region."""
+    assert [f.line for f in findings(TWINS.format(start=start, call=call), "HS149")] == expected

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
+from halfstep.check.config.engine_settings import casts_entered, is_engine_at
 from halfstep.check.config.joint import JointRule, Use, uses_name
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
@@ -159,6 +160,33 @@ def _scaled_before(use: Use, loss: ast.Name) -> ast.expr:
     return value if is_scaled else loss
 
 
+_BY_SETTING = """\
+import deepspeed
+import torch
+from contextlib import nullcontext
+
+def make(args, model):
+    if args.engine == "deepspeed":
+        model, *_ = deepspeed.initialize(args=args, model=model)
+    return model
+
+def forward(args, model, x):
+    if args.engine == "ddp":
+        context = nullcontext()
+    else:
+        context = torch.autocast('cuda', dtype=torch.bfloat16)
+    with context:
+        return model(x)
+
+def backward(args, model, loss):
+    if args.engine == "deepspeed":
+        model.backward(loss)
+        model.step()
+    else:
+        loss.backward()
+"""
+
+
 class AutocastAroundEngine(JointRule):
     """The script runs the engine under autocast, which DeepSpeed disables inside the engine."""
 
@@ -180,10 +208,12 @@ class AutocastAroundEngine(JointRule):
                 "    with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = loss_fn(engine(x), y)\n",
             ),
         ),
+        _BY_SETTING,
     )
     good = (
         script_with("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
         script_with(BF16, 2, _RIGHT),
+        _BY_SETTING.replace("torch.autocast('cuda', dtype=torch.bfloat16)", "nullcontext()"),
     )
     references = (
         "https://www.deepspeed.ai/docs/config-json/",
@@ -193,23 +223,25 @@ class AutocastAroundEngine(JointRule):
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Report an enabled autocast whose body calls the engine."""
         deepspeed = DeepSpeed(config)
-        if not use.engine or not (deepspeed.autocast is False or not config.root.entries):
+        if not (use.engine or use.engines) or not (deepspeed.autocast is False or not config.root.entries):
             return
         for node in use.nodes:
             if not isinstance(node, ast.With):
                 continue
-            casts = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
-            names = [use.names.full(c.func) for c in casts]
-            called = {use.engine, f"{use.engine}.forward"}
-            inside = any(isinstance(n, ast.Call) and key_of(n.func) in called for n in ast.walk(node))
-            if inside and any(n in {"torch.amp.autocast", "torch.cuda.amp.autocast"} for n in names):
+            called = {key_of(n.func).removesuffix(".forward") for n in ast.walk(node) if isinstance(n, ast.Call)} - {""}
+            for cast in (c for item in node.items for c in casts_entered(use, item.context_expr, node)):
+                named = next(
+                    (name for name in sorted(called) if name == use.engine or is_engine_at(use, cast, name)), ""
+                )
+                if not named:
+                    continue
                 mode = deepspeed.weights
                 severity: Severity | None = None if mode == "fp32" else "advice"
                 runs = f"which runs in {mode or 'the mode of its configuration'}"
                 effect = runs if config.root.entries else "unless its configuration enables `torch_autocast`"
-                message = f"DeepSpeed disables this autocast inside `{use.engine}`, {effect}."
+                message = f"DeepSpeed disables this autocast inside `{named}`, {effect}."
                 instead = 'Add `"torch_autocast": {"enabled": true, "dtype": "bfloat16"}` to the configuration.'
-                yield self.finding(use.where(casts[0]), message, instead=instead, severity=severity)
+                yield self.finding(use.where(cast), message, instead=instead, severity=severity)
 
 
 class BareBackward(JointRule):

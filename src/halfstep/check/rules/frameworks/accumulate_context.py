@@ -152,6 +152,22 @@ class Trainer(BaseTrainer):
 """
 
 
+_BY_KIND = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+for x in loader:
+    if kind == "vq":
+        with accelerator.accumulate(net):
+            loss = loss_fn(net(x)){step}
+    else:
+        with accelerator.accumulate(net):
+            loss = net(x){step}
+"""
+_UPDATE = "accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()"
+
+
 class AccumulateEnteredTwice(ScriptRule):
     """accelerator.accumulate is entered twice in one iteration, or its counter is reset in each."""
 
@@ -168,10 +184,12 @@ class AccumulateEnteredTwice(ScriptRule):
         _TWO_MODELS.format(contexts="accelerator.accumulate(unet), accelerator.accumulate(text_encoder)"),
         _INHERITED.format(second="with self.accelerator.accumulate(self.net):\n            "),
         _TWO_MODELS.format(contexts=_BOTH).replace("    with", "    accelerator.free_memory()\n    with"),
+        _BY_KIND.format(step="") + f"    with accelerator.accumulate(net):\n        {_UPDATE}\n",
     )
     good = (
         _TWO_MODELS.format(contexts=_BOTH) + "accelerator.free_memory()\n",
         _INHERITED.format(second=""),
+        _BY_KIND.format(step=f"; {_UPDATE}"),
     )
     references = (
         "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.accumulate",
@@ -180,8 +198,8 @@ class AccumulateEnteredTwice(ScriptRule):
     words = ("Accelerator", "accelerator.accumulate")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Two `with accelerator.accumulate(...)` in one loop, neither under a condition of its own."""
-        first: dict[tuple[str, tuple[ast.AST, ...]], ast.Call] = {}
+        """Two `with accelerator.accumulate(...)` in one iteration of a loop."""
+        entered: list[tuple[str, tuple[ast.AST, ...], ast.Call]] = []
         sites = sorted(script.outline.calls.get("accumulate", ()), key=lambda s: (s.call.lineno, s.call.col_offset))
         for call, function in sites:
             if not isinstance(call.func, ast.Attribute) or not isinstance(
@@ -202,13 +220,14 @@ class AccumulateEnteredTwice(ScriptRule):
                     severity="error",
                 )
                 return
-            other = first.setdefault((owner, around), call)
-            if other is call:
+            other = next((c for o, path, c in entered if o == owner and _run_together(path, around)), None)
+            entered.append((owner, around, call))
+            if other is None:
                 continue
             yield self.finding(
                 script.where(call),
-                f"{_above_one(steps)}`{owner}.accumulate` counts this iteration a second time (first on {script.at(other)}): windows have half "
-                "the micro-batches by which the loss is divided",
+                f"{_above_one(steps)}`{owner}.accumulate` counts this iteration a second time (first on {script.at(other)}): windows have fewer "
+                "micro-batches than the loss is divided by",
                 instead=f"{owner}.accumulate(...) once, with all the models",
             )
 
@@ -235,6 +254,29 @@ def _reset(script: Script, owner: str, loop: ast.AST) -> ast.Call | None:
         if is_own and _around(script, call) == (loop,):
             return call
     return None
+
+
+def _run_together(first: tuple[ast.AST, ...], second: tuple[ast.AST, ...]) -> bool:
+    """Whether one iteration runs two calls: in the same branches of one loop, or one of them around the branch of the other.
+
+    A branch that goes to the next iteration, before the second call, is not one of them.
+    """
+    (loop, *a), (other, *b) = first, second
+    shared = min(len(a), len(b))
+    inner = a[: len(a) - shared]
+    leaves = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+    if loop is not other or a[len(a) - shared :] != b[len(b) - shared :]:
+        return False
+    return not any(isinstance(n, leaves) for branch in inner for s in _block_of(loop, branch) for n in ast.walk(s))
+
+
+def _block_of(loop: ast.AST, branch: ast.AST) -> list[ast.stmt]:
+    """The statements of a branch, by one of them."""
+    for node in ast.walk(loop):
+        for block in (getattr(node, name, ()) for name in ("body", "orelse", "handlers", "finalbody")):
+            if isinstance(block, list) and any(s is branch for s in block):
+                return block
+    return []
 
 
 def _around(script: Script, call: ast.Call) -> tuple[ast.AST, ...]:

@@ -6,7 +6,7 @@ import ast
 
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, Region
 from halfstep.check.script.flow.order import TraceRule, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
@@ -24,7 +24,7 @@ from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "entered_engine"]
 
 _ACCELERATE = """\
 from accelerate import Accelerator
@@ -257,6 +257,19 @@ def _returns(event: Event, loss: str) -> bool:
     return False
 
 
+def entered_engine(script: Script, event: Event) -> tuple[Region, Engine, ast.expr] | None:
+    """The region around an event that an engine opens in 16 bits, with the engine and the function that is called for it."""
+    region = event.inside("owned")
+    func = region.node.func if region is not None and isinstance(region.node, ast.Call) else None
+    if region is None or func is None:
+        return None
+    values = script.outline.values(key_of(func), event.function)  # `self.autocast = self.accelerator.autocast`
+    options = [func, *(option for value in values for option in options_of(value))]
+    owners = [key_of(o.value) for o in options if isinstance(o, ast.Attribute) and o.attr == "autocast"]
+    engine = next((e for key in owners if (e := engine_at(script, key, event.function)) is not None), None)
+    return (region, engine, func) if engine is not None and engine.precision not in {"fp32", "half"} else None
+
+
 class BackwardInsideOwnedAutocast(TraceRule):
     """Backward or the optimizer's step runs inside `accelerator.autocast()` or `fabric.autocast()`."""
 
@@ -281,16 +294,10 @@ class BackwardInsideOwnedAutocast(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An engine's backward in its own region, or a step there if backward is outside."""
         event = trace[index]
-        region = event.inside("owned")
-        func = region.node.func if region is not None and isinstance(region.node, ast.Call) else None
-        if region is None or func is None:
+        entered = entered_engine(script, event)
+        if entered is None:
             return None
-        values = script.outline.values(key_of(func), event.function)  # `self.autocast = self.accelerator.autocast`
-        options = [func, *(option for value in values for option in options_of(value))]
-        owners = [key_of(o.value) for o in options if isinstance(o, ast.Attribute) and o.attr == "autocast"]
-        engine = next((e for key in owners if (e := engine_at(script, key, event.function)) is not None), None)
-        if engine is None or engine.precision in {"fp32", "half"}:
-            return None
+        region, _, func = entered
         around = [e.inside("owned") for e in trace if "backward" in e.kind] if event.kind == "opt_step" else []
         if any(other is not None and other.node is region.node for other in around):
             return None

@@ -111,7 +111,7 @@ class LossNotDivided(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
         event = trace[index]
-        if event.kind == "owned_backward" and not leaves_loss(script, event):
+        if (event.kind == "owned_backward" and not leaves_loss(script, event)) or ("False", True) in event.guards:
             return None
         window = accumulated_over(script, trace, index)
         if window is None:

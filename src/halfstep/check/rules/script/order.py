@@ -36,8 +36,8 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import owns_loop, seldom_updated, shows_all_uses
-from halfstep.check.script.objects.owners import left_scaled
 from halfstep.check.script.objects.values import argument, text_of
+from halfstep.check.script.scaling.listed import clipped_scaled
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -334,16 +334,15 @@ class ClipBeforeUnscale(TraceRule):
         start = scaled_before(trace, index)
         back = trace[start] if start is not None else scaled_elsewhere(script, trace, index)
         is_unscaled = start is not None and unscaled_between(script, trace, start, index)
-        left = left_scaled(script, trace, start, index) if start is not None and is_unscaled else None
+        left = clipped_scaled(script, trace, start, index) if start is not None and is_unscaled else None
         is_unscaled = is_unscaled and left is None
         if back is None or switched_off(script, back) or is_unscaled or measures_only(event.node):
             return None  # HS110 reports a norm that is only measured
         if left is not None:
-            unscale = f"{left.local.scaler}.unscale_({left.local.optimizer})"
             return self.finding(
                 script.where(event.node),
-                f"`{event.subject}` also clips the gradients of `{left.local.optimizer}`, which no `unscale_` has divided by the scale",
-                instead=f"call {unscale} before clipping as well",
+                f"`{event.subject}` also clips the gradients of {left.name}, which no `unscale_` has divided by the scale",
+                instead=f"call {left.unscale} before clipping as well",
             )
         unless = skipped_unscale(script, trace, start, index) if start is not None else ""
         scaler = back.scaler

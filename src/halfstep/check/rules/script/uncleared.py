@@ -35,6 +35,7 @@ from halfstep.check.script.flow.window import ACCUMULATION, window_of_clearing, 
 from halfstep.check.script.objects.engines import engine_at
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.scaling.listed import left_out
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -188,7 +189,8 @@ class MisplacedZeroGrad(TraceRule):
         "After `zero_grad()` every `.grad` is None, and the optimizer skips such parameters: with the call between `backward` and "
         "`step` nothing is trained, and nothing raises. Without the call `backward` adds to the gradients of all earlier batches: the "
         "steps follow their sum, which grows until the loss diverges or, in float16, the gradients overflow. A step that waits for a "
-        "counter which only its own branch advances never runs."
+        "counter which only its own branch advances never runs, and an optimizer that only the branch without the scaler steps trains "
+        "nothing in mixed precision."
     )
     bad = (
         _PLAIN.format(start="", between=_CLEAR),
@@ -296,6 +298,13 @@ class MisplacedZeroGrad(TraceRule):
                 f"no step follows this backward: `{event.local.optimizer}.step()` (line {script.where(event.node).line}) is in the other "
                 "branch, so nothing is trained here",
                 instead=f"{back.local.scaler}.step({event.local.optimizer}) and {back.local.scaler}.update()",
+            )
+        if event.kind == "scaler_step" and (only := left_out(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"only the branch without the scaler steps {only.name} (line {script.where(only.step.node).line}): with the scaler "
+                f"`{event.local.optimizer}` alone is trained",
+                instead=f"{event.local.scaler}.step for every optimizer, then {event.local.scaler}.update()",
             )
         if not event.loops or script.has("owned_step", "engine_step"):
             return None

@@ -32,6 +32,7 @@ from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
 from halfstep.check.script.scaling.mps import omitted_on_mps, works_on_cuda_only
+from halfstep.check.script.scaling.records import omitted_by_record
 from halfstep.check.script.scaling.scaler_condition import (
     is_always_float16,
     is_chosen_elsewhere,
@@ -209,7 +210,8 @@ class Fp16WithoutScaler(TraceRule):
         opened = region_of_loss(script, trace, index) if is_conditional else None
         if opened is None:
             return None
-        case = omitted_float16(script, scalers, opened) or omitted_on_mps(script, trace, index, scalers, opened)
+        case = omitted_float16(script, scalers, opened) or omitted_by_record(script, scalers, opened)
+        case = case or omitted_on_mps(script, trace, index, scalers, opened)
         if case is None:
             return None
         return self.finding(

@@ -14,7 +14,7 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
 from halfstep.check.script.flow.phases import is_drawn, is_probe, only_in_training
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.validations import old_probabilities, plain_validations
+from halfstep.check.script.flow.validations import old_probabilities, plain_validations, twin_validations
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
 from halfstep.check.script.objects.values import autocasts_of, text_of
@@ -117,7 +117,7 @@ class EvaluationWithoutAutocast(ScriptRule):
         if in_traces or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
             yield from in_traces
             return
-        for call, name in plain_validations(script):
+        for call, name in (*plain_validations(script), *twin_validations(script)):
             yield self._report(script, call, name)
         for call, name in old_probabilities(script):
             yield self._report(script, call, name, "; the ratio of their probabilities is not 1 for the same weights")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.order import (
-    TraceRule,
-    without_amp,
-)
+from halfstep.check.script.flow.event import Guard, is_accumulation
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import window_of
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 
@@ -23,6 +26,14 @@ for i, (x, y) in enumerate(loader):
         loss = loss_fn(model(x), y) / accumulate
     scaler.scale(loss).backward()
 """
+_GROUPS = (
+    _START.replace(" / accumulate", "")
+    + """\
+    ready = [g for g in optimizers.groups{tested}]
+    optimizers.scaler_step_some(scaler, ready)
+    scaler.update()
+"""
+)
 _RIGHT = (
     _START
     + """\
@@ -83,11 +94,13 @@ class UpdateEveryMicroBatch(TraceRule):
     bad = (
         _START
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n    scaler.update()\n",
+        _GROUPS.format(tested=" if i % every[g] == every[g] - 1"),
     )
     good = (
         _START
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n        scaler.update()\n",
         _RIGHT,
+        _GROUPS.format(tested=""),
     )
     references = (f"{_DOCS}#gradient-accumulation",)
     kinds = ("update",)
@@ -96,8 +109,10 @@ class UpdateEveryMicroBatch(TraceRule):
         """An update in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
         window = window_of(script, trace, index)
-        if window is None or without_amp(event):
+        if without_amp(event):
             return None
+        if window is None:
+            return self._of_some(script, trace, index)
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
         if not all(any(g not in event.guards for g in e.accumulating) for e in unscales):
             return None  # an unscale_ each time records an inf check; HS106 reports it
@@ -107,6 +122,40 @@ class UpdateEveryMicroBatch(TraceRule):
             f"{window.ends}: update() without a step raises AssertionError",
             instead="move update() into the condition of the step",
         )
+
+    def _of_some(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for an update after a call that steps, with this scaler, only the optimizers whose windows end."""
+        event = trace[index]
+        if not script.has("handed", "owned_step"):
+            return None
+        before = next((trace[i] for i in earlier(trace, index, "handed", "backward", *STEPS)), None)
+        call = before.node if before is not None and before.kind in {"handed", "owned_step"} else None
+        if before is None or not isinstance(call, ast.Call) or "step" not in last_name(key_of(call.func)):
+            return None
+        keys = [key_of(value) for value in arguments_of(call)]
+        is_near = before.loops == event.loops and before.function is event.function and implied(event, before)
+        if event.local.scaler not in keys or not is_near:
+            return None
+        for key in keys:
+            values = script.outline.values(key, event.function) if key else []
+            test = _filter_of(values[0]) if len(values) == 1 else ""
+            if test:
+                return self.finding(
+                    script.where(event.node),
+                    f"`{event.local.scaler}.update()` runs in every iteration, but line {script.where(call).line} steps only the optimizers in "
+                    f"`{key}` (`{test}`): the scale changes inside the windows of the others, and without any step update() raises "
+                    "AssertionError",
+                    instead="the same window for every optimizer, with update() after its steps",
+                    severity="warning",
+                )
+        return None
+
+
+def _filter_of(value: ast.expr) -> str:
+    """The test by which a list comprehension selects what is at the end of its window; "" for any other value."""
+    tests = [test for g in value.generators for test in g.ifs] if isinstance(value, ast.ListComp) else []
+    texts = [text_of(test) for test in tests]
+    return next((text for text in texts if "%" in text and is_accumulation(Guard(text, is_true=True))), "")
 
 
 RULES: tuple[type[Rule], ...] = (UnscaleEveryMicroBatch, UpdateEveryMicroBatch)

@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
-from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rule import Rule
+from halfstep.check.rules.frameworks.owned_backward import entered_engine
+from halfstep.check.script.flow.order import TraceRule
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import autocasts_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -23,9 +26,20 @@ for x in loader:
 {clamp}        score = critic(generator(z)).mean()
     (loss - score).backward()
 """
+_SPANNING = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with accelerator.autocast():
+    for x, y in loader:
+        accelerator.backward(loss_fn(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
-class WeightsChangedInsideAutocast(ScriptRule):
+class WeightsChangedInsideAutocast(TraceRule):
     """Weights are changed inside an autocast region that has already cast them."""
 
     code = "HS135"
@@ -34,14 +48,26 @@ class WeightsChangedInsideAutocast(ScriptRule):
     reason = (
         "Autocast casts each float32 weight that requires a gradient once and keeps the 16-bit copy until the region ends. A "
         "clamp, copy or other change of the weights inside the region does not reach the copies: the forward passes that follow "
-        "in the region use the old weights."
+        "in the region use the old weights. So does every iteration after the first where `accelerator.autocast()` or `fabric.autocast()` is "
+        "around the loop with the optimizer's steps, because the region that a prepared model opens itself does not end the outer one."
     )
-    bad = (_CRITIC.format(clamp="        for p in critic.parameters():\n            p.data.clamp_(-0.01, 0.01)\n"),)
-    good = (_CRITIC.format(clamp=""),)
-    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
+    bad = (
+        _CRITIC.format(clamp="        for p in critic.parameters():\n            p.data.clamp_(-0.01, 0.01)\n"),
+        _SPANNING,
+    )
+    good = (
+        _CRITIC.format(clamp=""),
+        _SPANNING.replace("with accelerator.autocast():\n    ", "").replace("\n        ", "\n    "),
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",
+        "measured: torch 2.13.0 on the CPU, the loss of five steps with a nested region per forward: the same until the outer region ends",
+    )
+    kinds = ("opt_step",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """An in-place change of a parameter between two calls of its model, in one region."""
+        yield from super().check(script)
         for name in sorted(_CHANGES & script.outline.calls.keys()):
             for call, function in script.outline.calls[name]:
                 owner = _parameter_owner(script, call)
@@ -56,6 +82,23 @@ class WeightsChangedInsideAutocast(ScriptRule):
                         "the 16-bit copies that autocast keeps are the old ones",
                         instead="end the region before the weights change",
                     )
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step in a region of an engine that is opened outside the loop; HS141 reports those of torch."""
+        event = trace[index]
+        entered = entered_engine(script, event)
+        if entered is None:
+            return None
+        region, engine, func = entered
+        if len(event.loops) <= region.num_loops or engine.plugin == "deepspeed":
+            return None
+        when = "" if engine.precision in {"fp16", "bf16"} else "with fp16 or bf16 "
+        return self.finding(
+            script.where(event.node),
+            f"`{key_of(func)}()`, opened at {script.at(func)}, spans the loop: {when}its cached 16-bit weights are stale after this step",
+            instead="open it inside the loop, around what the model does not compute",
+            severity="error",
+        )
 
     @staticmethod
     def _region(script: Script, call: ast.Call, function: Function) -> ast.With | None:

@@ -13,7 +13,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import in_other_precision
-from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.expressions import conditions_of, is_unread
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
@@ -206,7 +206,12 @@ def is_divided_by_value(script: Script, event: Event, length: str) -> bool:
 
 
 def is_on_other_path(script: Script, node: ast.AST, event: Event) -> bool:
-    """Whether a line runs only where an event does not: in the other branch of an `if`, or of a second test of the same flag."""
+    """Whether a line runs only where an event does not: in the other branch of an `if`, or of a second test of the same flag.
+
+    Also where nothing reads what the line assigns: `total = loss / n`, and `total.backward() if False else None`.
+    """
+    if is_unread(script.outline, node):
+        return True
     conditions = tuple(conditions_of(script.outline, event.node))
     return in_other_precision(script, node, event.node) or not possible(
         tuple(conditions_of(script.outline, node)), conditions

@@ -12,6 +12,7 @@ import re
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import (
     STEPS,
     between,
@@ -241,13 +242,18 @@ def never_stepped(script: Script, trace: Trace, index: int) -> Event | None:
     """
     step = trace[index]
     others = ("scaler_step", "owned_step", "engine_step", "handed", "unscale", "update", "autograd_grad")
-    if not step.loops or script.has(*others):
+    stepping = script.events(*others)
+    apart = {e.node for e in stepping if not possible(e.guards, e.guards)}  # `if scaler:` in the `else` of `if scaler:`
+    if not step.loops or any(e.node not in apart for e in stepping):
         return None
-    backs = [e for e in trace if e.kind == "backward" and e.loops == step.loops and e.function is step.function]
+    near = [e for e in trace if e.loops == step.loops and e.function is step.function]
+    backs = [e for e in near if e.kind == "backward"]
+    if step is not next(e for e in near if e.kind == "opt_step"):
+        return None  # reported for the first one
     scaled = [e for e in backs if e.scaled == "yes" and not compatible(e, step)]
     plain = [e for e in backs if e.scaled == "no" and compatible(e, step)]
     schedules = {e.node for e in script.events("sched_step")}
-    passed = [c for c, _ in script.outline.calls.get("step", ()) if c.args and c not in schedules]
+    passed = [c for c, _ in script.outline.calls.get("step", ()) if c.args and c not in schedules | apart]
     return scaled[0] if scaled and plain and len(scaled) + len(plain) == len(backs) and not passed else None
 
 

@@ -18,7 +18,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["old_probabilities", "plain_validations"]
+__all__ = ["old_probabilities", "plain_validations", "twin_validations"]
 
 _VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
 _ASIDE = regex(
@@ -32,6 +32,8 @@ _PRECISION = regex(
     r"autocast|amp_|_amp|\bctx\b|context|precision|mixed|accelerat|fabric|trainer|runner|engine|fp16|bf16|half|float16",
     re.IGNORECASE,
 )
+_TRAINS = regex(r"(?<![a-z])train(ing)?(?![a-z])")
+_VALIDATIONS = ("eval", "val", "valid", "validation", "test")
 _NO_GRADIENTS = regex(r"no_grad|inference_mode")
 _RATIO = regex(r"exp\(\s*[\w.\[\]]+\s*-\s*\(?[\w.]*(^|[\W_])old_?\w*", re.IGNORECASE)
 _PROBABILITIES = regex(r"log_?softmax|log_?prob|logp|logps", re.IGNORECASE)
@@ -53,6 +55,27 @@ def plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
             continue
         if not _may_be_in_region(script, function, functions):
             yield model
+
+
+def twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The first call outside any region of a method whose twin training calls in one: `get_eval_loss(batch)` for `get_train_loss(batch)`."""
+    functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    twins: dict[str, str] = {}
+    for trained in filter(_trains_in_region, functions):
+        blocks = [n for n in ast.walk(trained.node) if isinstance(n, ast.With)]
+        inside = [n for b in blocks for i in b.items if "autocast" in text_of(i.context_expr) for n in ast.walk(b)]
+        for key in (key_of(n.func) for n in inside if isinstance(n, ast.Call)):
+            owner, dot, name = key.rpartition(".")
+            if owner and _TRAINS.search(name):
+                twins |= {f"{owner}{dot}{_TRAINS.sub(other, name)}": trained.cls for other in _VALIDATIONS}
+    for function in functions if twins else ():
+        if not _VALIDATES.search(function.name) or _ASIDE.search(function.name):
+            continue
+        calls = sorted((n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: c.lineno)
+        call = next((c for c in calls if twins.get(key_of(c.func)) == function.cls), None)
+        if call is not None and not _may_be_in_region(script, function, functions):
+            yield call, key_of(call.func)
+            return
 
 
 def old_probabilities(script: Script) -> Iterator[tuple[ast.Call, str]]:

@@ -26,6 +26,7 @@ __all__ = [
     "is_adapter_branch",
     "is_after_training",
     "is_below_calls",
+    "is_unread",
     "may_be_none",
     "models_in",
     "numerator",
@@ -173,6 +174,18 @@ def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
             guards.append(Guard(f"{text_of(match.subject)} {pattern}", True))
         child, parent = parent, outline.parents.get(parent)
     return tuple(reversed(guards))
+
+
+def is_unread(outline: Outline, node: ast.AST) -> bool:
+    """Whether a line of a function assigns a variable that only code under `if False` reads."""
+    above = list(outline.above(node))
+    statement = next((n for n in (node, *above) if isinstance(n, ast.stmt)), None)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if not isinstance(target, ast.Name) or not above or isinstance(above[-1], ast.Module):
+        return False
+    names = [n for n in ast.walk(above[-1]) if isinstance(n, ast.Name) and n.id == target.id]
+    reads = [conditions_of(outline, n) for n in names if isinstance(n.ctx, ast.Load)]
+    return bool(reads) and all(Guard("False", True) in guards for guards in reads)
 
 
 def _guard(test: ast.expr, is_true: bool) -> Guard:

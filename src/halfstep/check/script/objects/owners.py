@@ -29,7 +29,17 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["clipped_models", "is_of_another", "left_scaled", "list_of", "optimized_models", "prepared_if", "share"]
+__all__ = [
+    "clipped_models",
+    "clips_all",
+    "is_of_another",
+    "left_scaled",
+    "list_of",
+    "models_of",
+    "optimized_models",
+    "prepared_if",
+    "share",
+]
 
 # What decides how a run is launched, and so whether there is anything to prepare.
 _LAUNCHED = regex(
@@ -194,7 +204,7 @@ def left_scaled(script: Script, trace: Trace, first: int, last: int) -> Event | 
     clipped = clipped_models(script, clip)
     unscaled = [_owned(script, e) for e in since if e.kind == "unscale"]
     known = [o for o in unscaled if o is not None and share(clipped, o.models)]
-    if not known or not len(known) == len(unscaled) == len(since) or not _is_whole(script, clip):
+    if not known or not len(known) == len(unscaled) == len(since) or not clips_all(script, clip):
         return None
     for index in later(trace, last, *_CHANGES):
         step = trace[index]
@@ -209,7 +219,7 @@ def left_scaled(script: Script, trace: Trace, first: int, last: int) -> Event | 
     return None
 
 
-def _is_whole(script: Script, clip: Event) -> bool:
+def clips_all(script: Script, clip: Event) -> bool:
     """Whether a clip receives all parameters of its models."""
     params = argument(clip.node, 0, "parameters") if isinstance(clip.node, ast.Call) else None
     return params is not None and set(_filters(script.outline, params, clip.function)) == {""}
@@ -233,13 +243,18 @@ def _owned(script: Script, event: Event) -> _Owned | None:
     filters: set[str] = set()
     for value, function in sources:
         params = argument(value, 0, "params") if isinstance(value, ast.Call) else None
-        own = {key_of(o) for o, _ in owners_of(outline, params, function)} if params is not None else set()
+        own = models_of(script, params, function) if params is not None else frozenset()
         texts = set(_filters(outline, params, function)) if params is not None else set()
         if not own or not texts or "" in own:
             return None
-        models |= set(map(_plain, own))
+        models |= own
         filters |= texts
     return _Owned(frozenset(v for v, _ in sources), frozenset(models), frozenset(filters)) if sources else None
+
+
+def models_of(script: Script, params: ast.expr, function: Function) -> frozenset[str]:
+    """The models whose parameters an optimizer is constructed with, also through lists that loops fill."""
+    return frozenset(_plain(key_of(owner)) for owner, _ in owners_of(script.outline, params, function))
 
 
 def _filters(outline: Outline, params: ast.AST, function: Function, depth: int = MAX_NAMES) -> Iterator[str]:

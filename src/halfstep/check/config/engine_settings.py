@@ -1,0 +1,60 @@
+"""Variables that are an engine of DeepSpeed where a setting says so: `if engine == "deepspeed": model.backward(loss)`.
+
+Functions of one file often share such a setting and the name of the model, while another file calls them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.config.joint import Use
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["casts_entered", "is_engine_at"]
+
+
+def casts_entered(use: Use, context: ast.expr, block: ast.With) -> list[ast.Call]:
+    """The calls of torch's autocast that a context is: this one, or what the function assigns to the variable."""
+    options: list[ast.expr] = [context]
+    if isinstance(context, ast.Name) and use.engines is not None:
+        assigned = [n for n in use.nodes if isinstance(n, ast.Assign) and key_of(n.targets[0]) == context.id]
+        options = [n.value for n in assigned if use.engines.scope(n) is use.engines.scope(block)]
+    calls = [o for o in options if isinstance(o, ast.Call)]
+    return [c for c in calls if use.names.full(c.func) in {"torch.amp.autocast", "torch.cuda.amp.autocast"}]
+
+
+def is_engine_at(use: Use, node: ast.AST, name: str) -> bool:
+    """Whether a variable is an engine where a setting has the value "deepspeed", with which the script runs `name.backward(loss)`.
+
+    `else` of `if engine == "ddp":` is that value too, if the script compares the setting with no other.
+    """
+    if not name or use.engines is None:
+        return False
+    for call in use.calls("backward", name):
+        settings = {left for left, value, is_true in _equals(use, call) if is_true and value == "deepspeed"}
+        for left, value, is_true in _equals(use, node):
+            others = {v for n in use.nodes if (pair := _equality(n)) is not None and pair[0] == left for v in pair[1:]}
+            is_deepspeed = value == "deepspeed" if is_true else others - {value} == {"deepspeed"}
+            if call.args and left in settings and is_deepspeed:
+                return True
+    return False
+
+
+def _equals(use: Use, node: ast.AST) -> Iterator[tuple[str, str, bool]]:
+    """The tests around a node that compare a setting with a string, and whether they are true there."""
+    child, parents = node, use.engines.parents if use.engines is not None else {}
+    while (parent := parents.get(child)) is not None:
+        pair = _equality(parent.test) if isinstance(parent, ast.If) and child is not parent.test else None
+        if pair is not None and isinstance(parent, ast.If):
+            yield (*pair, child in parent.body)
+        child = parent
+
+
+def _equality(node: ast.AST) -> tuple[str, str] | None:
+    """The two sides of `setting == "value"`."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq) or len(node.ops) > 1:
+        return None
+    right = node.comparators[0]
+    value = right.value if isinstance(right, ast.Constant) else None
+    return (ast.unparse(node.left), value) if isinstance(value, str) else None
