@@ -92,7 +92,9 @@ class Bf16OptionRunsFloat16(ScriptRule):
     good = (
         _TRAIN.format(dtype=", dtype=torch.bfloat16"),
         _TRAIN.format(dtype=", dtype=torch.bfloat16 if args.precision == 'bf16' else torch.float32"),
-        _SCALED.format(dtype=", dtype=torch.float16").replace("in ['float16', 'bfloat16']", "== 'float16'"),
+        _SCALED.format(dtype=", dtype=torch.float16, enabled=args.dtype == 'float16'").replace(
+            "in ['float16', 'bfloat16']", "== 'float16'"
+        ),
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
 
