@@ -9,14 +9,14 @@ from halfstep.check.regex import regex
 from halfstep.check.simulation.run import Run
 from halfstep.check.simulation.values import Negated, Tensor, Test, Unknown, is_plain
 
-__all__ = ["Decisions"]
+__all__ = ["HAS_CUDA", "Decisions"]
 
 _RARE = regex(
     r"(^|[._])(no|disable|without|skip)_|resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_"
 )
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 _NOT_FINITE = regex(r"finite|isnan|isinf")
-_HAS_CUDA = "torch.cuda.is_available()"
+HAS_CUDA = "torch.cuda.is_available()"
 WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 
 
@@ -34,7 +34,7 @@ class Decisions(Run):
             key = value.key if isinstance(value, Unknown) else self._key_of(value)
             if self.path.answers.get(f"{key} is None") == 0:
                 return False
-            expected = 0 if key == _HAS_CUDA else 1 if _RARE.search(key) else default
+            expected = 0 if key == HAS_CUDA else 1 if _RARE.search(key) else default
             holds = self.path.choose(key, 2, expected) == 0
             if _NOT_FINITE.search(key) and holds == (expected == 1):
                 self.gradients.skips += 1  # what the script does after an overflow

@@ -238,12 +238,7 @@ class Gradients:
 
     def is_none(self, name: str, node: ast.AST) -> None:
         """A scaler that is None in this run is used."""
-        self._add(
-            "HS176",
-            node,
-            f"`{name}` can be None here, which raises AttributeError",
-            "create it always, with `enabled=`",
-        )
+        self._add("HS176", node, f"`{name}` can be None here, which raises AttributeError", "create it always, with `enabled=`")  # fmt: skip
 
     def missing(self, name: str, node: ast.AST, place: ast.AST) -> None:
         """A scaler is used in a run that has not created it."""

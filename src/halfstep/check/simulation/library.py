@@ -7,6 +7,7 @@ from typing import Any
 
 from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.relevance import ENDS
 from halfstep.check.simulation.values import (
     Autocast,
     Instance,
@@ -38,7 +39,6 @@ _WRAPPERS = (
     "trange",
     "torch.jit.script",
 )
-_ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _NO_GRAPH = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _ASKED = {"isnan", "isinf", "isfinite"}
 _QUERIES = regex(r"(^|\.)(is_\w+|has_\w+|get_device_capability|device_count|get_rank|get_world_size|getenv|cpu_count)$")
@@ -108,7 +108,7 @@ class Libraries(Decisions):
         every = [*args, *kwargs.values()]
         if "." not in full and hasattr(self, f"_builtin_{full}"):
             return getattr(self, f"_builtin_{full}")(args, node)
-        if full in _ENDS:
+        if full in ENDS:
             raise Stopped
         if last in {"GradScaler", "ShardedGradScaler"}:
             return self._scaler(full, args, kwargs, node)

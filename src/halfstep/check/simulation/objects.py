@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from halfstep.check.regex import regex
-from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.decisions import HAS_CUDA, Decisions
 from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
@@ -93,9 +93,8 @@ class Objects(Decisions):
         """A method of a scaler that is None, where nothing was asked about precision since it was assigned."""
         name = ast.unparse(func.value)
         since = self.none_since.get(name.rpartition(".")[2])
-        if self.path.answers.get("torch.cuda.is_available()") == 1:
-            return  # a script for CUDA need not run without it
-        if since is None or any(PRECISION.search(question) for question, _, _ in self.path.taken[since:]):
+        needs_cuda = self.path.answers.get(HAS_CUDA) == 1  # a script for CUDA need not run without it
+        if since is None or needs_cuda or any(PRECISION.search(question) for question, _, _ in self.path.taken[since:]):
             return
         self.gradients.is_none(name, func)
         raise Raised
@@ -182,7 +181,7 @@ class Objects(Decisions):
             _AMP.search(question) and option for question, option in self.path.answers.items()
         ):
             return False
-        has_cuda = self.path.answers.get("torch.cuda.is_available()") != 1
+        has_cuda = self.path.answers.get(HAS_CUDA) != 1
         return (has_cuda or not scaler.is_for_cuda) and self.truth(scaler.enabled)
 
     def _scaled(self, scaler: Scaler, loss: Any, *, is_on: bool) -> Tensor:
@@ -200,7 +199,7 @@ class Objects(Decisions):
 
     def _is_always_half(self, region: ast.AST | None, scaler: Scaler) -> bool:
         """Whether a float16 region is on whatever a setting is, in a run where nothing else was asked about precision."""
-        if not isinstance(region, ast.Call) or self.path.answers.get("torch.cuda.is_available()") == 1:
+        if not isinstance(region, ast.Call) or self.path.answers.get(HAS_CUDA) == 1:
             return False
         fixed = [k.value for k in region.keywords if k.arg in {"enabled", "dtype"}]
         own = scaler.enabled.question if isinstance(scaler.enabled, Test) else getattr(scaler.enabled, "key", "")

@@ -56,9 +56,8 @@ class Operators(Decisions):
             left = self.counter(left)
             right = self.window(right) if isinstance(left, int | float) and isinstance(right, Unknown) else right
             if isinstance(left, int) and isinstance(right, int) and 0 <= left <= MAX_COUNT and right > MAX_WINDOW:
-                right = WINDOWS[
-                    0
-                ]  # a loop runs a few times here: what the script does every 32 steps happens every other one
+                # A loop runs a few times here: what the script does every 32 steps happens every other one.
+                right = WINDOWS[0]
         if isinstance(left, Tensor) or isinstance(right, Tensor):
             result = combined(left, right)
             is_scaled = isinstance(node.op, ast.Mult) and any(map(_may_scale, (left, right)))

@@ -18,12 +18,9 @@ MAX_DECISIONS = 60  # of a run, that others may take differently
 NUM_REJECTED = 4  # last decisions of a run that raises, which are the first to take differently
 MAX_RUNS = 60
 MAX_RUN_STEPS = 20_000
+# What may change what happens to gradients; what decides the format comes first.
 PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|(?<!requires_)grad|cuda|dtype|finite|nan|inf|%")
-
-
-_FORMAT = regex(
-    r"amp\b|use_amp|fp16|bf16|half|float16|precision|scaler|dtype|autocast"
-)  # what decides the format comes first
+_FORMAT = regex(r"amp\b|use_amp|fp16|bf16|half|float16|precision|scaler|dtype|autocast")
 
 
 class Exhausted(Exception):

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_children_of, nodes_in
+from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["Relevance", "leaves", "rejects"]
+__all__ = ["ENDS", "Relevance", "leaves", "rejects"]
 
 _EVENTS = {
     "backward", "step", "update", "unscale_", "scale", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
@@ -20,7 +21,7 @@ _NOT_AN_EVENT = regex(
     r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress"
 )
 _LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
-_ENDS = {"exit", "quit", "sys.exit", "os._exit"}
+ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -39,7 +40,7 @@ def _is_event(call: ast.Call) -> bool:
 def leaves(node: ast.AST) -> bool:
     """Whether it is a statement after which nothing of its block runs, or a call that ends the process."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return ast.unparse(node.value.func) in _ENDS
+        return key_of(node.value.func) in ENDS
     return isinstance(node, _LEAVES)
 
 
