@@ -109,9 +109,11 @@ class HalfWeightsResumed(ScriptRule):
     def _of_engine(self, script: Script) -> Iterator[Finding]:
         """The 16-bit weights of DeepSpeed's engine, saved alone and loaded again when a run resumes."""
         outline = script.outline
-        enabled = _ENABLED.search(script.source.text)
         calls = {"load_state_dict", "backward"} & outline.calls.keys()
-        if enabled is None or len(calls) < 2 or "deepspeed.initialize" not in outline.library_calls:
+        if len(calls) < 2 or "deepspeed.initialize" not in outline.library_calls:
+            return
+        enabled = _ENABLED.search(script.source.text)
+        if enabled is None:
             return
         if {"save_checkpoint", "load_checkpoint"} & {text_of(c.func).rpartition(".")[2] for c in _engine_calls(script)}:
             return  # the masters are in DeepSpeed's own checkpoint

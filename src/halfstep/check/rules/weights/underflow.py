@@ -308,12 +308,14 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
 def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
     """The guards of what is made of a parameter for which a call of this file passes float16: `normalize(x.half())`."""
     text = script.source.text
-    if _HALF.search(text) is None or _TINY.search(text) is None:
-        return
-    tiny = [number for number, line in enumerate(text.split("\n"), 1) if _TINY.search(line)]
-    for function in script.outline.functions:
+    tiny: list[int] = []
+    line, end = 1, 0
+    for match in _TINY.finditer(text) if _HALF.search(text) else ():
+        line, end = line + text.count("\n", end, match.start()), match.start()
+        tiny.append(line)
+    for function in script.outline.functions if tiny else ():
         first, last = getattr(function.node, "lineno", 0), getattr(function.node, "end_lineno", None) or 0
-        if not any(first <= line <= last for line in tiny) or not any(map(_underflows, nodes_in(function.node))):
+        if not any(first <= number <= last for number in tiny) or not any(map(_underflows, nodes_in(function.node))):
             continue
         for name in function.params if function not in script.functions_in_autocast else ():
             passed = script.outline.passed(name, function)
