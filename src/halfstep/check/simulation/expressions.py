@@ -41,9 +41,9 @@ class Expressions(Decisions):
     def value(self, node: ast.expr, env: Env) -> Any:
         """The value of an expression."""
         self.path.step()
+        if isinstance(node, ast.Constant):
+            return node.value
         kind = type(node)
-        if kind is ast.Constant:
-            return node.value  # type: ignore[attr-defined]
         name = _HANDLERS.get(kind)
         if name is None:
             name = _HANDLERS[kind] = f"_value_{kind.__name__}"
