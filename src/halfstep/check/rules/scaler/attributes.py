@@ -85,12 +85,13 @@ class UnknownScalerAttribute(ScriptRule):
         nodes = [n for n in all_nodes(script.tree) if isinstance(n, ast.Attribute)]
         stored = {n.attr for n in nodes if isinstance(n.ctx, ast.Store)}
         asked = {n.value for n in all_nodes(script.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        known = _ATTRIBUTES | stored | asked
         reported: set[tuple[str, str]] = set()
         for node in sorted(nodes, key=lambda n: (n.lineno, n.col_offset)):
             key = key_of(node.value)
             if (
                 (key, node.attr) in reported
-                or node.attr in _ATTRIBUTES | stored | asked
+                or node.attr in known
                 or last_name(key) not in names
                 or node.attr.startswith("__")
             ):
