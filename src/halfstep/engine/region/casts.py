@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.region.gradients import Cube, QuotientInPlace, can_differentiate
-from halfstep.engine.region.rule import is_observed, record_16_bits
+from halfstep.engine.region.rule import STATE, record_16_bits
 from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import (
@@ -163,7 +163,7 @@ def _as_it_is(operation: Any, device_type: str) -> Run:  # noqa: ARG001 - the si
     call, name = _BINDINGS.get(operation, operation), operation.overloadpacket.__name__
 
     def run(args: Any, kwargs: Any) -> Any:
-        if is_observed() and any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
+        if STATE.observed is not None and any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
             record_16_bits(name)
         return call(*args, **kwargs)
 
@@ -246,7 +246,7 @@ def _is_smaller(one: Tensor, other: Tensor) -> bool:
 
 
 def _scaled_norm(operation: Any, device_type: str) -> Run:
-    as_it_is = _as_it_is(operation, device_type)
+    as_it_is, call = _as_it_is(operation, device_type), _BINDINGS.get(operation, operation)
     weights = slice(_WEIGHTS, _WEIGHTS + sum(name in ("weight", "bias") for name in _arguments(operation)))
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def _scaled_norm(operation: Any, device_type: str) -> Run:
                 break
         else:
             if not kwargs:
-                return as_it_is(args, kwargs)
+                return as_it_is(args, kwargs) if STATE.observed is not None else call(*args)
         dtypes = _dtypes((*args, *kwargs.values()))
         if len(dtypes) <= 1:
             return as_it_is(args, kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from halfstep.engine.region.casts import DIVISIONS, Make, Run, run_in_autocast, run_in_lean
-from halfstep.engine.region.rule import Rule, current_rule
+from halfstep.engine.region.rule import STATE, Rule, current_rule
 from halfstep.engine.region.tables import KEYS, exclude_key, is_excluded
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.operations import (
@@ -176,7 +176,7 @@ def _kernel(
     run_autocast = autocast(operation, device_type) if autocast is not None else None
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        rule = current_rule()
+        rule = STATE.rule or current_rule()
         run = run_lean if rule is _LEAN else run_autocast if rule is _AUTOCAST else None
         if run is not None:
             before = is_excluded(own_key)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Rule", "cast_once", "current_rule", "is_observed", "recomputing", "record_16_bits", "rule_in_thread"]
+__all__ = ["STATE", "Rule", "cast_once", "current_rule", "recomputing", "record_16_bits", "rule_in_thread"]
 
 
 class Rule(enum.Enum):
@@ -27,44 +27,41 @@ class _State(threading.local):
     casts: dict[Any, Tensor] | None = None  # rounded tables, for the time of a region
 
 
-_state = _State()
+STATE = (
+    _State()
+)  # read by kernels, which run between operations of a few microseconds: a call would cost as much as they do
 _backwards: list[Rule] = []  # one entry for each backward pass in progress
 
 
 def current_rule() -> Rule | None:
     """The rule for this thread, or that of a backward pass in progress."""
-    return _state.rule or (_backwards[-1] if _backwards else None)
-
-
-def is_observed() -> bool:
-    """Whether a region asks for a count of 16-bit results."""
-    return _state.observed is not None
+    return STATE.rule or (_backwards[-1] if _backwards else None)
 
 
 def record_16_bits(name: str) -> None:
     """Count an operation of torch's fp32 list that gives 16 bits here, if a region asks for that."""
-    if _state.observed is not None:
-        _state.observed[name] += 1
+    if STATE.observed is not None:
+        STATE.observed[name] += 1
 
 
 def cast_once(key: Any, cast: Callable[[], Tensor]) -> Tensor:
     """The result of a cast, computed once in a region for each key."""
-    if _state.casts is None:
+    if STATE.casts is None:
         return cast()
-    if key not in _state.casts:
-        _state.casts[key] = cast()
-    return _state.casts[key]
+    if key not in STATE.casts:
+        STATE.casts[key] = cast()
+    return STATE.casts[key]
 
 
 @contextlib.contextmanager
 def rule_in_thread(rule: Rule, observed: Counter[str] | None) -> Iterator[None]:
     """Apply a rule to what this thread computes in this block."""
-    before = (_state.rule, _state.observed, _state.casts)
-    _state.rule, _state.observed, _state.casts = rule, observed, {}
+    before = (STATE.rule, STATE.observed, STATE.casts)
+    STATE.rule, STATE.observed, STATE.casts = rule, observed, {}
     try:
         yield
     finally:
-        _state.rule, _state.observed, _state.casts = before
+        STATE.rule, STATE.observed, STATE.casts = before
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.engine.region.rule import Rule, cast_once, current_rule, record_16_bits
+from halfstep.engine.region.rule import STATE, Rule, cast_once, current_rule, record_16_bits
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["KEYS", "recognise_tables"]
@@ -40,6 +40,7 @@ KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded  # noqa: SLF001
 is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded  # noqa: SLF001
 
+_LEAN = Rule.LEAN  # looking up a member of an enum costs as much as the comparison
 _DERIVED = "_halfstep_table"  # an attribute of tensors computed from a table and numbers
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # those of a plan are fake; no other subclass is looked into
 
@@ -113,7 +114,7 @@ def _kernel(operation: Any, own_key: Any) -> Callable[..., Any]:
             result = call(a, b, *args, **kwargs)
         finally:
             exclude_key(own_key, before)
-        if not are_tensors and (_is_table(a) or _is_table(b)):
+        if not are_tensors and result.dtype is torch.float32 and (_is_table(a) or _is_table(b)):
             setattr(result, _DERIVED, True)
         return result
 
@@ -124,7 +125,7 @@ def _concatenation(own_key: Any) -> Callable[..., Any]:
 
     def kernel(tensors: Any, dim: int = 0) -> Any:
         narrow = {t.dtype for t in tensors if t.dtype is not torch.float32}
-        if len(narrow) == 1 and current_rule() is Rule.LEAN:
+        if len(narrow) == 1 and current_rule() is _LEAN:
             dtype = narrow.pop()
             if dtype in DTYPES_16_BIT and any(_is_buffer(t) for t in tensors):
                 record_16_bits("cat with an fp32 buffer")
@@ -164,11 +165,17 @@ def _is_met(table: Tensor, x: Tensor) -> bool:
     """Whether this is a table that broadcasts to the shape of a 16-bit activation, in a lean region."""
     return (
         x.dtype in DTYPES_16_BIT
-        and current_rule() is Rule.LEAN
+        and (STATE.rule or current_rule()) is _LEAN
         and type(x) in _PLAIN
         and _is_table(table)
-        and torch.broadcast_shapes(x.shape, table.shape) == x.shape  # type: ignore[no-untyped-call]
+        and _broadcasts(table, x)
     )
+
+
+def _broadcasts(table: Tensor, x: Tensor) -> bool:
+    """Whether a table takes the shape of an activation; torch.broadcast_shapes needs five times as long as the sum."""
+    sizes, own = x.shape, table.shape
+    return len(own) <= len(sizes) and all(o in (1, s) for o, s in zip(reversed(own), reversed(sizes), strict=False))
 
 
 def _is_table(value: Any) -> bool:
