@@ -40,6 +40,18 @@ def test_work_grows_with_the_length(name):
     assert num_lines(check, many) < growth * num_lines(check, few)
 
 
+def test_calls_between_functions_are_followed_once():
+    """Twelve functions that all call each other in a region are read once each, not once for every way to reach them."""
+
+    def script(number):
+        calls = " + ".join(f"f{i}(x)" for i in range(number))
+        functions = "".join(f"def f{i}(x):\n    return net(x) + {calls}\n" for i in range(number))
+        return f"{HEAD}class Net(torch.nn.Module):\n    def forward(self, x):\n        return x\nnet = Net()\n{functions}with autocast():\n    l = f0(x)\n"
+
+    check(script(3))
+    assert num_lines(check, script(12)) < 24 * num_lines(check, script(3))
+
+
 def test_a_script_of_nothing_but_configurations_is_left_half_way():
     """The first are checked, and HS005 reports that the rest were not."""
     one = "c = {'train_batch_size': 8, 'fp16': {'enabled': True}, 'zero_optimization': {'stage': 2}}\n"

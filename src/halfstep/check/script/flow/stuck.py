@@ -57,16 +57,17 @@ def _around(script: Script, place: ast.AST) -> StuckWindow | None:
         names = {key for n in ast.walk(test) if (key := key_of(n))} - {"self"}
         counters = {key for n in ast.walk(modulo.left) if (key := key_of(n))} & names
         inside = {node for statement in branch for node in ast.walk(statement)}
-        stores = [
-            n for n in ast.walk(script.tree) if key_of(n) in names and isinstance(getattr(n, "ctx", None), ast.Store)
-        ]
-        advanced = sorted(
-            key_of(n) for n in stores if n in inside and _is_increased(script, n) and key_of(n) in counters
-        )
+        advanced = sorted(key_of(n) for n in inside if _stored(n) in counters and _is_increased(script, n))
+        if not advanced:
+            continue
         others = [
-            n for n in stores if n not in inside and (key_of(n) in counters or not _is_copied(script, n, outermost))
+            n
+            for n in ast.walk(script.tree)
+            if (stored := _stored(n)) in names
+            and n not in inside
+            and (stored in counters or not _is_copied(script, n, outermost))
         ]
-        if advanced and not any(_is_during(script, n, outermost) for n in others) and not _varies(names, outermost):
+        if not any(_is_during(script, n, outermost) for n in others) and not _varies(names, outermost):
             return StuckWindow(
                 test, f"`{text_of(test)}`" if is_true else f"not `{text_of(test)}`", advanced[0], text_of(modulo.right)
             )
@@ -86,6 +87,11 @@ def _tests(place: ast.AST, above: list[ast.AST]) -> Iterator[tuple[ast.expr, lis
                 if isinstance(s, ast.If) and not s.orelse and leaves_block(s.body):
                     yield s.test, body[i + 1 :], False
         node = parent
+
+
+def _stored(node: ast.AST) -> str | None:
+    """The variable or attribute that a node assigns."""
+    return (key_of(node) or None) if isinstance(getattr(node, "ctx", None), ast.Store) else None
 
 
 def _is_increased(script: Script, target: ast.AST) -> bool:

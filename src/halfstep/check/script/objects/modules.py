@@ -58,16 +58,18 @@ _RUNS = (
 _PARTS = {"module", "ema", "transformer", "backbone", "encoder", "decoder", "unet"}
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
+_Called = dict[int, tuple[set[str], list[Function]]]  # what each function calls, by its identity
 
 
 def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[str, frozenset[str]]:
     """The classes of the file whose forward is called in an enabled region, each with the dtypes of these regions."""
     classes: Classes = {}
+    called: _Called = {}
     for event in regions:
         autocasts = event.regions[-1].autocasts
         if isinstance(event.node, (ast.With, ast.AsyncWith)) and not any(a.enabled == "no" for a in autocasts):
             dtypes = {dtype for a in autocasts for dtype in a.dtypes}
-            _collect(outline, event.node.body, event.function, dtypes, classes)
+            _collect(outline, event.node.body, event.function, dtypes, classes, called)
     for name, methods in outline.classes.items():
         forward = methods.get("forward")
         regions_of_forward = _decorators(outline, forward) if forward is not None else []
@@ -232,15 +234,34 @@ def _decorators(outline: Outline, function: Function) -> list[Autocast]:
 
 
 def _collect(
-    outline: Outline, body: list[ast.stmt], function: Function, dtypes: set[str], classes: Classes, depth: int = 0
+    outline: Outline, body: list[ast.stmt], function: Function, dtypes: set[str], classes: Classes, called: _Called
 ) -> None:
     """Add the classes whose objects are called in `body`, also by functions of the file that it calls."""
-    for call in _enabled_calls(outline, body, function):
-        for name in _classes_of(outline, call.func, function):
+    reached: set[int] = set()
+    calls = [_calls_of(outline, body, function)]
+    for depth in range(MAX_DEPTH + 1):
+        for name in {name for names, _ in calls for name in names}:
             classes.setdefault(name, set()).update(dtypes)
+        if depth == MAX_DEPTH:
+            return
+        callees = {id(f): f for _, functions in calls for f in functions if id(f) not in reached}
+        reached |= callees.keys()
+        for key, callee in callees.items():
+            if key not in called:
+                called[key] = _calls_of(outline, callee.body, callee)
+        calls = [called[key] for key in callees]
+
+
+def _calls_of(outline: Outline, body: list[ast.stmt], function: Function) -> tuple[set[str], list[Function]]:
+    """The classes whose objects statements call, and the functions of the file."""
+    names: set[str] = set()
+    functions = []
+    for call in _enabled_calls(outline, body, function):
+        names |= _classes_of(outline, call.func, function)
         target = outline.call_target(call, function)
-        if target is not None and target.name != "__init__" and depth < MAX_DEPTH:
-            _collect(outline, target.body, target, dtypes, classes, depth + 1)
+        if target is not None and target.name != "__init__":
+            functions.append(target)
+    return names, functions
 
 
 def _enabled_calls(outline: Outline, body: Iterable[ast.AST], function: Function) -> Iterator[ast.Call]:
