@@ -112,3 +112,37 @@ def test_a_model_with_one_such_layer_has_no_hook():
     model(torch.randn(1, 3, 8, 8))
     with engine_of(model):
         assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+class Patches(nn.Module):
+    """Patches of an image and a projection of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.unfold, self.project = nn.Unfold(3, padding=1), nn.Linear(27, 4)
+
+    def forward(self, x):
+        self.patches = self.unfold(x)
+        return self.project(self.patches.mT)
+
+
+def test_an_image_is_rounded_before_it_is_unfolded():
+    """The patches have 16 bits, and the values of those that the layer after them would round."""
+    model, image = Patches(), torch.randn(2, 3, 8, 8)
+    with engine_of(model) as engine, engine.forward():
+        model(image)
+    assert model.patches.dtype is torch.bfloat16
+    assert torch.equal(model.patches, model.unfold(image).bfloat16())
+    assert not model.unfold._forward_pre_hooks
+
+
+def test_what_a_module_in_fp32_unfolds_stays_fp32():
+    """As do inputs that gradients flow to, whose gradient would be rounded."""
+    model = nn.Sequential(Patches())
+    with engine_of(model, precision="bf16-lean,compute_fp32=0") as engine, engine.forward(), torch.no_grad():
+        model(torch.randn(1, 3, 8, 8))
+    assert model[0].patches.dtype is torch.float32
+    model = Patches()
+    with engine_of(model) as engine, engine.forward():
+        model(torch.randn(1, 3, 8, 8, requires_grad=True))
+    assert model.patches.dtype is torch.float32
