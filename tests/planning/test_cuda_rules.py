@@ -207,6 +207,22 @@ def test_rms_norm_is_one_kernel(on_cuda):
     assert F.rms_norm(x, (8,)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_group_norm_copies_a_channels_last_image(on_cuda, memory_format):
+    """CUDA's kernel reads and writes the default format, and the copy is what the backward pass saves."""
+    x = torch.randn(2, 8, 4, 4, dtype=torch.bfloat16).to(memory_format=memory_format).requires_grad_()
+    norm, saved = nn.GroupNorm(1, 8, dtype=torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = norm(x)
+    (image,) = (t for t in saved if t.shape == x.shape)
+    storages = {t.untyped_storage()._cdata for t in (image, x)}
+    assert len(storages) == (1 if memory_format is torch.contiguous_format else 2)
+    assert out.is_contiguous()
+    assert image.is_contiguous()
+    out.sum().backward()
+    assert (x.grad.shape, norm.weight.grad.shape) == (x.shape, norm.weight.shape)
+
+
 def test_rms_norm_of_mixed_dtypes_is_the_formula(on_cuda):
     """With weights of another dtype CUDA computes the formula, as a CPU does."""
     with Recorder() as recorder:

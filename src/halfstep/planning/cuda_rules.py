@@ -12,6 +12,7 @@ tensors:
     dropout         CUDA saves a mask of one byte per element; the CPU a float per element
     softmax         CUDA's kernel reads fp16 and writes fp32 without an intermediate copy
     RMS norm        CUDA has one kernel; the CPU runs the formula and saves its steps
+    group norm      CUDA copies a channels-last image to the default format; the CPU reads it as it is
     LSTM, GRU, RNN  cuDNN runs all time steps at once and saves a reserve; the CPU runs a loop
 
 `as_on_cuda` registers CUDA's behaviour for these operations with torch's own dispatcher, in front of the CPU's, and
@@ -36,7 +37,7 @@ from halfstep.engine.region.casts import run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.kernels.cross_entropy import cross_entropy_as_on_cuda
 from halfstep.planning.attention import attend
-from halfstep.planning.norms import fused_rms_norm, rms_norm
+from halfstep.planning.norms import fused_rms_norm, group_norm, rms_norm
 from halfstep.planning.recurrent import run_recurrent
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import FP32_INPUTS, FP32_OUTPUTS, LEAN_16_BIT, SCALED_NORMS
@@ -89,6 +90,7 @@ def as_on_cuda() -> Iterator[None]:
                     if not has_kernel(f"aten::{name}", "AutocastCUDA"):
                         register(name, torch.library.fallthrough_kernel, "AutocastCPU")
             register("dropout", _dropout, "AutogradCPU")
+            register("group_norm", group_norm, "AutogradCPU")
             register("scaled_dot_product_attention", attend, "AutogradCPU")
             if hasattr(torch.ops.aten, "_fused_rms_norm"):
                 register("_fused_rms_norm", fused_rms_norm, "CPU")

@@ -2,16 +2,19 @@
 
 A CPU runs the formula instead, which saves the input in fp32, its square's mean and two products. CUDA does so too where
 the input and the weight have different dtypes, and for channels-last images (layer_norm.cpp of torch 2.11 to 2.13).
+
+Group norm of a channels-last image: CUDA copies it to the default format and saves the copy; a CPU reads it as it is.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["fused_rms_norm", "rms_norm"]
+__all__ = ["fused_rms_norm", "group_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -27,6 +30,20 @@ def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: floa
     """The results of the fused kernel: the output, and the reciprocal root of each row's mean square."""
     rows = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # noqa: ARG001 - the schema's
+) -> Tensor:
+    """aten::group_norm on an input in the default memory format, as CUDA's kernel needs it."""
+    batch, channels, *rest = x.shape
+    x, size = x.contiguous(), math.prod(rest)
+    return torch.native_group_norm(x, weight, bias, batch, channels, size, num_groups, eps)[0]
 
 
 def _formula(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:

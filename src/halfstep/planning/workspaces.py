@@ -9,6 +9,7 @@ to the byte or nearly so:
     sum over leading dims    partial sums of every thread block, as in Reduce.cuh: 132 MiB for the bias of a wide
                              linear layer
     embedding, backward      the sorted indices
+    softmax, backward        the product of the gradient and the result (SoftMax.cu)
 
 cuDNN chooses its algorithms by unpublished rules, and other versions choose differently. That is why this memory is a
 separate row in every table.
@@ -72,6 +73,11 @@ def _embedding_backward(args: Any, _out: Any) -> int:
     return 4 * int(args[1].nbytes)  # the indices, sorted with their origins, and the copies that sorting makes
 
 
+def _softmax_backward(args: Any, _out: Any) -> int:
+    grad, result = args[0], args[1]
+    return int(result.numel() * max(grad.element_size(), result.element_size()))
+
+
 def _sum(args: Any, out: Any) -> int:
     x = args[0]
     return _partial_sums(x, args[1] if len(args) > 1 and args[1] else range(x.dim()), out.numel())
@@ -108,6 +114,7 @@ _RULES: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward,  # noqa: SLF001
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward,  # noqa: SLF001
     _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten._softmax_backward_data.default: _softmax_backward,  # noqa: SLF001
 }
 _CONVOLUTIONS: dict[Any, Any] = {
     _aten.convolution.default: forward_bytes,
