@@ -33,7 +33,8 @@ class Assignments(Decisions):
             if target.attr == "grad" and value is None:  # of each parameter, probably
                 self.gradients.clear(None)
             elif target.attr == "requires_grad":
-                self.gradients.is_partial = True
+                models = base.models if isinstance(base, Params) else None
+                self.gradients.frozen.set(models, value, is_all=self.relevance.is_of_all_parameters(target))
         elif isinstance(target, ast.Tuple | ast.List):
             self._assign_several(target.elts, value, env)
         elif isinstance(target, ast.Starred):

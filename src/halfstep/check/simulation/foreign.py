@@ -30,7 +30,14 @@ _SCALER = regex(r"scaler")
 HARMLESS = regex(
     r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
 )
-_TRAINS = regex(r"backward|step|optimi|scaler|update|train|fit|grad|scale_loss|learn")
+_TRAINS = regex(
+    r"backward|step|optimi|scaler|(?<!pre)train(?!ing_loss|able|ed)|(^|_)fit|grad|scale_loss|learn(?!able|ed)|(^|_)update(?!_?(loss|meter|metric|stat|block|plot|bar|hist|best|pbar|ema))"
+)
+_FREEZES = regex(r"requires?_grad|toggle_grad|freez")
+# What hooks and methods of an unknown base class do by their names: not what only computes or moves something.
+_COMPUTES = regex(
+    r"^_?(forward|compute|get|is|has|should|prepare|move|to|transform|encode|decode|embed|predict|sample|generate|eval|valid|make|calc|calculate|preprocess|postprocess|collate|unpack)(_(?!.*(backward|step|optim|train|grad|update))|$)|(loss|criterion|transform|collate\w*|metrics?|forward_pass|to_device)$"
+)
 _STABLE = regex(
     r"^(get|getattr|is_\w+|has_\w+|getboolean|getint|get_\w+|parse_args|parse_known_args|pop|lower|upper|strip|startswith|endswith)$"
 )
@@ -44,6 +51,8 @@ class Foreign(Decisions):
         name = key.rpartition(".")[2]
         every = [*args, *kwargs.values()]
         self.hand_over(name, every)
+        if _FREEZES.search(name):
+            self._freeze(key, every)
         if any(isinstance(a, Scaler) for a in every):  # what it gives may use it
             return Unknown(self.path.fresh("object"))
         if any(self.models_in(a) for a in every) and self._creates_optimizer(key, node):
@@ -74,7 +83,12 @@ class Foreign(Decisions):
             models = tensors.models | used
         halved = tensors.halved | (used if "float16" in formats else set())
         result = Tensor(
-            models, formats | tensors.formats, tensors.scaler, tensors.version, tensors.region or region, halved
+            models,
+            formats | tensors.formats,
+            tensors.scaler,
+            tensors.version,
+            (tensors.region if tensors.models else None) or region or tensors.region,
+            halved,
         )
         self.gradients.computed = combined(self.gradients.computed, result)
         return result
@@ -97,6 +111,20 @@ class Foreign(Decisions):
         losses = (v for v in values if isinstance(v, Tensor) and v.models != frozenset())
         if not name.startswith("on_") and _TRAINS.search(name.lower()) and any(losses):
             self.gradients.lose()
+
+    def may_train(self, name: str) -> bool:
+        """Whether a hook, or a method of an unknown base class, may run a backward pass or a step."""
+        return not HARMLESS.search(name.lower()) and (not _COMPUTES.search(name) or "train" in name)
+
+    def _freeze(self, key: str, values: list[Any]) -> None:
+        """`set_requires_grad(models, False)`, or `model.freeze()`: of which parameters is not known."""
+        owner, _, name = key.rpartition(".")
+        parts = [p for v in values for p in (v if isinstance(v, list | tuple) else [v])]
+        models = frozenset(p.key for p in parts if isinstance(p, Unknown | Instance))
+        models = models.union(*(p.models for p in parts if isinstance(p, Params)))
+        flags = [v for v in values if isinstance(v, bool)]
+        is_all = len(flags) == 1 and "freez" not in name
+        self.gradients.frozen.set(models or (frozenset({owner}) if owner else None), flags[0] if is_all else False, is_all=is_all)
 
     def _creates_optimizer(self, key: str, node: ast.AST) -> bool:
         """Whether a function of another file that gets parameters gives an optimizer, by its name or that of its result."""
@@ -156,10 +184,12 @@ class Foreign(Decisions):
             self.objects[value.key] = made
         return self.objects[value.key]
 
-    def as_optimizer(self, value: Any) -> Any:
-        """What a scaler steps is an optimizer, whatever its name."""
+    def as_optimizer(self, value: Any, name: str) -> Any:
+        """What a scaler steps is an optimizer, whatever its name; in the text it has this one."""
         if isinstance(value, Instance):
             value = Unknown(value.key)
+        if isinstance(value, Tensor):  # what another file's function gave
+            value = Unknown(name)
         if isinstance(value, Unknown) and not isinstance(self.as_object(value), Optimizer):
             self.objects[value.key] = Optimizer(value.key, None)
             self.gradients.optimizers.append(self.objects[value.key])

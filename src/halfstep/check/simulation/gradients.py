@@ -12,6 +12,7 @@ import ast
 import dataclasses
 from dataclasses import dataclass
 
+from halfstep.check.simulation.frozen import Frozen, overlap
 from halfstep.check.simulation.values import UNKNOWN_TENSOR, Optimizer, Scaler, Tensor
 
 __all__ = ["Gradients", "Mishap", "Raised"]
@@ -53,7 +54,7 @@ class Gradients:
         self.scalers: list[Scaler] = []
         self.is_sure = True  # no code of another file may have run a backward pass or a step so far
         self.may_lack_scaler = False  # a caller passes none, for reasons that the script does not show
-        self.is_partial = False  # some parameters may have no gradients
+        self.frozen = Frozen()
         self.computed = NOTHING  # what models have computed since the last backward pass
         self.skips = 0  # how often the run left an iteration or function early
         self._failed: set[ast.AST] = set()  # steps without gradients
@@ -64,6 +65,7 @@ class Gradients:
     def backward(self, loss: Tensor, node: ast.AST) -> None:
         """A backward pass."""
         self.computed = NOTHING
+        loss = dataclasses.replace(loss, models=self.frozen.reached(loss.models))
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
 
     def lost_loss(self) -> Tensor:
@@ -274,20 +276,22 @@ class Gradients:
         recent = [b for b in self.backwards if b.number > start]
         if self._is_alone(optimizer):
             return recent
-        if self.is_partial or optimizer.models is None or any(b.loss.models is None for b in recent):
+        if optimizer.models is None or any(b.loss.models is None for b in recent):
             return None
-        own = [b for b in recent if b.loss.models and _overlap(b.loss.models, optimizer.models)]
+        if self.frozen.may_leave(optimizer.models):
+            return None
+        own = [b for b in recent if b.loss.models and overlap(b.loss.models, optimizer.models)]
         return own if own or not recent else None  # a link between a model and a loss may be missing
 
     def _computes(self, halved: frozenset[str], optimizer: Optimizer) -> bool:
         """Whether one of these models may be the optimizer's."""
-        return optimizer.models is None or _overlap(halved, optimizer.models)
+        return optimizer.models is None or overlap(halved, optimizer.models)
 
     def _is_alone(self, optimizer: Optimizer) -> bool:
         return all(other is optimizer for other in self.optimizers)
 
     def _has(self, optimizer: Optimizer, models: frozenset[str] | None) -> bool:
-        return bool(optimizer.models and models and _overlap(optimizer.models, models))
+        return bool(optimizer.models and models and overlap(optimizer.models, models))
 
     def _is_unscaled(self, optimizer: Optimizer) -> bool:
         return any(optimizer in scaler.unscaled for scaler in self.scalers)
@@ -300,8 +304,3 @@ class Gradients:
         self.mishaps.append(Mishap(code, node, message, instead))
         if "raises" in message:
             raise Raised
-
-
-def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
-    """Whether two sets of models have one in common, or a part of one."""
-    return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in first for b in second)

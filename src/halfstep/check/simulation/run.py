@@ -45,6 +45,7 @@ class Run:
         self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
         self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
+        self.loops: list[bool] = []  # those that run, and whether they train
         self.active: list[ast.AST] = []  # functions that run
         self.sites: list[ast.AST] = []  # their calls
         self.bounds = Bounds()
@@ -108,6 +109,10 @@ class Run:
         """Code of another file gets these values."""
         raise NotImplementedError
 
+    def may_train(self, name: str) -> bool:
+        """Whether a hook, or a method of an unknown base class, may run a backward pass or a step."""
+        raise NotImplementedError
+
     def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
         """A new optimizer over what is passed first."""
         raise NotImplementedError
@@ -120,7 +125,7 @@ class Run:
         """The scaler or optimizer that an unknown value is by its name."""
         raise NotImplementedError
 
-    def as_optimizer(self, value: Any) -> Any:
+    def as_optimizer(self, value: Any, name: str) -> Any:
         """The optimizer that a scaler is given."""
         raise NotImplementedError
 

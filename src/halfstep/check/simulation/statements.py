@@ -114,53 +114,61 @@ class Statements(Assignments):
             for name in self.relevance.assigned(node):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
             return
+        is_rejecting = rejects(node.body)
+        is_left = is_rejecting or (not node.orelse and leaves(node.body[-1]) and not self.relevance.is_accepting(node))
+        if is_left and not rejects(node.orelse) and isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or):
+            is_true = any(self.truth(self.value(part, env), 1, is_firm=is_rejecting) for part in node.test.values)
+            self.run(node.body if is_true else node.orelse, env)
+            return
         test = self.value(node.test, env)
         is_special = isinstance(test, Test) and isinstance(test.other, str) and not PRECISION.search(test.question)
-        is_skip = not node.orelse and (leaves(node.body[-1]) or is_special)
-        is_passed = (is_skip or rejects(node.body)) and not rejects(node.orelse)
-        self.run(node.body if self.truth(test, int(is_passed)) else node.orelse, env)
+        is_passed = (is_left or (is_special and not node.orelse)) and not rejects(node.orelse)
+        self.run(node.body if self.truth(test, int(is_passed), is_firm=is_rejecting) else node.orelse, env)
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:
         test = self.value(node.test, env)
         if is_plain(test) and not isinstance(test, tuple | list) and not test:
             raise Raised
 
-    def _breaks(self, body: list[ast.stmt], env: Env) -> bool:
+    def _breaks(self, node: ast.For | ast.AsyncFor | ast.While, env: Env) -> bool:
         """Run an iteration of a loop; whether it ends the loop."""
+        self.loops.append(self.relevance.trains(node))
         try:
-            self.run(body, env)
+            self.run(node.body, env)
         except Left as left:
             if left.kind in {"return", "yield"}:
                 raise
             return left.kind == "break"
+        finally:
+            self.loops.pop()
         return False
 
     def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:
-        trains = self.relevance.acts(node)
+        trains = self.relevance.trains(node)
         limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for element in self.elements(self.value(node.iter, env), limit):
             self.assign(node.target, element, env)
-            if self._breaks(node.body, env):
+            if self._breaks(node, env):
                 return
         self.run(node.orelse, env)
 
     _run_AsyncFor = _run_For
 
     def _run_While(self, node: ast.While, env: Env) -> None:
-        trains = self.relevance.acts(node)
+        trains = self.relevance.trains(node)
         limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for _ in range(limit):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
                 break
-            if self._breaks(node.body, env):
+            if self._breaks(node, env):
                 return
 
     def _run_Break(self, node: ast.Break, env: Env) -> None:
         raise Left("break")
 
     def _run_Continue(self, node: ast.Continue, env: Env) -> None:
-        self.gradients.skips += 1
+        self.gradients.skips += self.loops[-1:] != [False]
         raise Left("continue")
 
     def _run_Return(self, node: ast.Return, env: Env) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "Test",
     "Unknown",
     "combined",
+    "is_module",
     "is_plain",
     "unknown",
 ]
@@ -41,6 +42,7 @@ _SAME = {
     **dict.fromkeys(("use_fp16", "enable_fp16", "is_fp16"), "fp16"),
     **dict.fromkeys(("use_bf16", "enable_bf16"), "bf16"),
 }  # fmt: skip  # fmt: skip
+_MODULES = {"torch.nn.Module", "torch.nn.modules.module.Module"}
 _SETTINGS = {"amp", "fp16", "bf16", *_SAME}
 
 
@@ -227,6 +229,12 @@ class Entered:
 @dataclass(frozen=True)
 class NoGrad:
     """A region that records no graph."""
+
+
+def is_module(cls: Class) -> bool:
+    """Whether a class has no base outside the script but torch's Module."""
+    libraries = cls.libraries()
+    return bool(libraries) and all(isinstance(b, Library) and b.full in _MODULES for b in libraries)
 
 
 def is_plain(value: Any) -> bool:
