@@ -32,6 +32,8 @@ class Assignments(Decisions):
                 self.bindings[f"{base.key}.{target.attr}"] = value
             if target.attr == "grad" and value is None:  # of each parameter, probably
                 self.gradients.clear(None)
+            elif target.attr == "grad":  # computed, or divided, by the script
+                self.gradients.lose()
             elif target.attr == "requires_grad":
                 models = base.models if isinstance(base, Params) else None
                 self.gradients.frozen.set(models, value, is_all=self.relevance.is_of_all_parameters(target))
@@ -47,6 +49,19 @@ class Assignments(Decisions):
             elif isinstance(base, dict) and isinstance(index, Unknown | Library) and len(base) < MAX_ENTRIES:
                 base[index] = value
 
+    def assign_result(self, target: ast.expr, value: Any, call: ast.expr, env: Env) -> None:
+        """Assign what a call gives: `model, optimizer = prepare(model, optimizer)` gives the objects that it gets."""
+        if isinstance(target, ast.Tuple) and isinstance(call, ast.Call) and isinstance(value, Unknown | Tensor):
+            passed = {arg.id: self.value(arg, env) for arg in call.args if isinstance(arg, ast.Name)}
+            same = {name: each for name, each in passed.items() if isinstance(each, Optimizer | Scaler)}
+            for part in target.elts if same else ():
+                if isinstance(part, ast.Name) and part.id in same:
+                    self.assign(target, value, env)
+                    for name, each in same.items():
+                        self.assign_name(env, name, each)
+                    return
+        self.assign(target, value, env)
+
     def _note_none(self, name: str, value: Any) -> None:
         if "scaler" in name.lower():
             self.none_since.pop(name, None)
@@ -58,12 +73,26 @@ class Assignments(Decisions):
             values: Iterable[Any] = value
         elif isinstance(value, Tensor | Params):
             values = [value] * len(targets)
+        elif isinstance(value, Optimizer):
+            values = self._optimizers_of(value, targets)
         elif isinstance(value, Unknown):
             values = [unknown(f"{value.key}.{i}") for i in range(len(targets))]
         else:
             values = [Unknown(self.path.fresh("part")) for _ in targets]
         for target, each in zip(targets, values, strict=True):
             self.assign(target, each, env)
+
+    def _optimizers_of(self, made: Optimizer, targets: list[ast.expr]) -> list[Any]:
+        """What a function gives that creates optimizers, and perhaps a schedule: by the names of its targets, or the first."""
+        names = [ast.unparse(target) for target in targets]
+        wanted = [name for name in names if self.names_object(name)] or names[:1]
+        made.key = wanted[0]
+        others = {name: Optimizer(name, made.models, made.node, made.sites, made.is_of_all) for name in wanted[1:]}
+        if others and made.models is not None and len(made.models) > 1:  # whose each one is, is not known
+            for each in (made, *others.values()):
+                each.models = None
+        self.gradients.optimizers += others.values()
+        return [made if n == wanted[0] else others.get(n, Unknown(self.path.fresh("part"))) for n in names]
 
     def assign_name(self, env: Env, name: str, value: Any) -> None:
         """Assign to a variable of a scope, or of the one around it that it declares."""

@@ -16,7 +16,9 @@ _RARE = regex(
 )
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 _NOT_FINITE = regex(r"finite|isnan|isinf")
-_COUNT = regex(r"(^|[._(])(num|max|total|n)_\w*(steps|iters?|iterations|batches|epochs)|(^|\.)(steps|iters|iterations|epochs)$|^\(?len\(")
+_COUNT = regex(
+    r"(^|[._(])(num|max|total|n)_\w*(steps|iters?|iterations|batches|epochs)|(^|\.)(steps|iters|iterations|epochs)$|^\(?len\("
+)
 HAS_CUDA = "torch.cuda.is_available()"
 WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 

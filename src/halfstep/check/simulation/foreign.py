@@ -27,6 +27,12 @@ __all__ = ["HARMLESS", "Foreign"]
 
 _OPTIMIZER = regex(r"(^|_)(opt|optim|optimizer|optimiser)(s|_\w+|\d*)?$|^opt[A-Z]|[Oo]ptimi[sz]er")
 _SCALER = regex(r"scaler")
+_OF_OPTIMIZERS = {"step", "zero_grad"}
+_FACTORY = regex(r"optim(?!\w*(group|param|config|step|args))")
+# What is trained, by its name; `self.module` is a wrapper's, `modules` are anything.
+_MODEL = regex(
+    r"(^|[._])(\w*(model|network|net|encoder|decoder|generator|discriminator|critic|student|unet|vae|backbone|transformer))(_?\w{0,2})$|^(g|d|net_?[gd])$"
+)
 HARMLESS = regex(
     r"sched|config|signature|filter|(^|_)lr|save|load|log|state|checkpoint|ckpt|print|resume|ema|info|count|wandb|append|dict|adjust|warm|repr|format|len|size|param|monitor|restore"
 )
@@ -57,6 +63,8 @@ class Foreign(Decisions):
             return Unknown(self.path.fresh("object"))
         if any(self.models_in(a) for a in every) and self._creates_optimizer(key, node):
             return self.optimizer(name, every, node)
+        if (made := self.optimizer_from(name, every, node)) is not None:
+            return made
         if self.names_object(target := self.target_of(node)):
             return Unknown(target)
         if all(map(is_plain, every)) and _STABLE.search(name):
@@ -124,7 +132,9 @@ class Foreign(Decisions):
         models = models.union(*(p.models for p in parts if isinstance(p, Params)))
         flags = [v for v in values if isinstance(v, bool)]
         is_all = len(flags) == 1 and "freez" not in name
-        self.gradients.frozen.set(models or (frozenset({owner}) if owner else None), flags[0] if is_all else False, is_all=is_all)
+        self.gradients.frozen.set(
+            models or (frozenset({owner}) if owner else None), flags[0] if is_all else False, is_all=is_all
+        )
 
     def _creates_optimizer(self, key: str, node: ast.AST) -> bool:
         """Whether a function of another file that gets parameters gives an optimizer, by its name or that of its result."""
@@ -133,9 +143,37 @@ class Foreign(Decisions):
             return False
         return name[:1].isupper() or "opt" in key.lower() or bool(target and self.is_optimizer(Unknown(target)))
 
+    def optimizer_from(self, name: str, values: list[Any], node: ast.AST) -> Optimizer | None:
+        """The optimizer that a function of another file creates from a model, or wraps; None if it does neither."""
+        wrapped = [v for v in values if isinstance(v, Optimizer)]
+        if wrapped:
+            target = self.target_of(node)
+            return wrapped[0] if len(wrapped) == 1 and target and self.is_optimizer(Unknown(target)) else None
+        models = self._models_passed(values, node) if _FACTORY.search(name) else None
+        if not models:
+            return None
+        made = self.made_optimizer(name, models, node)
+        made.is_of_all = False
+        return made
+
+    def _models_passed(self, values: list[Any], node: ast.AST) -> frozenset[str]:
+        """The models among what a function gets, by their names."""
+        nodes = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+        models = set()
+        for value, argument in zip(values, nodes, strict=False):
+            text = ast.unparse(argument)
+            key = value.key if isinstance(value, Unknown | Instance) else text
+            is_model = any(_MODEL.search(name.lower()) for name in (text, key.partition("#")[0].partition("@")[0]))
+            if isinstance(value, Unknown | Instance | Tensor) and is_model:
+                models.add(key)
+        return frozenset(models)
+
     def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
         """A new optimizer over what is passed first."""
-        models = self.models_in(args[0]) if args else None
+        return self.made_optimizer(name, self.models_in(args[0]) if args else None, node)
+
+    def made_optimizer(self, name: str, models: frozenset[str] | None, node: ast.AST) -> Optimizer:
+        """A new optimizer of these models."""
         made = Optimizer(self.target_of(node) or name, models, node, tuple(self.sites))
         if self.target_of(node):  # the one of the fold before is gone
             old = [o for o in self.gradients.optimizers if o.node is node and o.sites == made.sites]
@@ -168,16 +206,20 @@ class Foreign(Decisions):
         last = value.key.rpartition(".")[2]
         return bool(_OPTIMIZER.search(last)) and "sched" not in last
 
-    def as_object(self, value: Any) -> Any:
-        """The scaler or optimizer that an unknown value is by its name."""
+    def as_object(self, value: Any, method: str = "step") -> Any:
+        """The scaler or optimizer that an unknown value is by its name, if that has this method."""
         if not isinstance(value, Unknown):
             return value
         if value.key not in self.objects:
+            if method not in _OF_OPTIMIZERS and not self.is_scaler(value):
+                return value
             if self.is_scaler(value):
                 made: Any = Scaler(value.key, True, None)
                 self.gradients.scalers.append(made)
             elif self.is_optimizer(value):
-                made = Optimizer(value.key, None)
+                owner = value.key.rpartition(".")[0]
+                is_of_model = bool(_MODEL.search(owner.lower()))
+                made = Optimizer(value.key, frozenset({owner}) if is_of_model else None)
                 self.gradients.optimizers.append(made)
             else:
                 return value

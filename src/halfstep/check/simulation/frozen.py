@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 __all__ = ["Frozen", "covers", "overlap"]
 
+_ELEMENT = "batch#"  # of something unknown that a loop runs through
+
 
 def covers(keys: Iterable[str], model: str) -> bool:
     """Whether a model, or one that it is a part of, is among these."""
@@ -31,7 +33,7 @@ class Frozen:
 
     def set(self, models: frozenset[str] | None, flag: object, *, is_all: bool) -> None:
         """The script sets `requires_grad` of all, or perhaps some, parameters of these models."""
-        if models is None:
+        if models is None or any(m.startswith(_ELEMENT) for m in models):
             self._is_anything = self._is_anything or flag is not True
         elif not is_all or not isinstance(flag, bool):
             self._perhaps |= models

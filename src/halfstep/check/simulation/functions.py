@@ -194,11 +194,15 @@ class Functions(Decisions):
         return self.create(cls, args, kwargs, node)
 
 
-def _is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, function: Func) -> TypeGuard[ast.FunctionDef]:
+def _is_abstract(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, function: Func
+) -> TypeGuard[ast.FunctionDef]:
     """Whether a method is for subclasses to define: it only raises NotImplementedError, or does nothing."""
     if isinstance(node, ast.Lambda):
         return False
     body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    if not body or all(isinstance(part, ast.Pass) or (isinstance(part, ast.Return) and part.value is None) for part in body):
+    if not body or all(
+        isinstance(part, ast.Pass) or (isinstance(part, ast.Return) and part.value is None) for part in body
+    ):
         return function.cls is not None and node.name != "__init__"
     return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplemented" in ast.unparse(body[0])

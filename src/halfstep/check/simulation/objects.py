@@ -65,12 +65,16 @@ class Objects(Decisions):
             owner = ast.unparse(node.func.value)  # what another file's function gave was a scaler or an optimizer
             base = Unknown(owner) if self.names_object(owner) else base
         if isinstance(base, Unknown) and name in _OF_SCALERS:
-            base = self.as_object(base)
+            base = self.as_object(base, name)
         if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
             self._call_none(node.func)
         if isinstance(base, Tensor) and name in _OF_MODELS and isinstance(node.func, ast.Attribute):
             base = Unknown(ast.unparse(node.func.value))  # what another file's function gave was a model
-        if name == "requires_grad_" and isinstance(base, Unknown | Instance | Params) and isinstance(node.func, ast.Attribute):
+        if (
+            name == "requires_grad_"
+            and isinstance(base, Unknown | Instance | Params)
+            and isinstance(node.func, ast.Attribute)
+        ):
             self._set_requires_grad(base, args[0] if args else kwargs.get("requires_grad", True), node.func)
             return base
         if name == "zero_grad" and not isinstance(base, Optimizer | Instance | Unknown):

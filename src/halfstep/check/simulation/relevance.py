@@ -141,11 +141,23 @@ class Relevance:
                 parts.append(node.test)
             elif isinstance(node, ast.withitem):
                 parts.append(node.context_expr)
+            elif isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store):
+                parts += self._iterated_around(node)
         inside = [n for part in parts for n in nodes_in(part)]
         live = {n.id for n in inside if isinstance(n, ast.Name)} | {
             n.attr for n in inside if isinstance(n, ast.Attribute)
         }
         return live - {"self", "torch", "args", "cfg", "config"}
+
+    def _iterated_around(self, node: ast.AST) -> list[ast.AST]:
+        """What the loops around a statement run through."""
+        iterated: list[ast.AST] = []
+        parent = self._parents.get(node)
+        while parent is not None and not isinstance(parent, _FUNCTIONS):
+            if isinstance(parent, ast.For):
+                iterated.append(parent.iter)
+            parent = self._parents.get(parent)
+        return iterated
 
     def acts(self, node: ast.AST) -> bool:
         """Whether a backward pass, a step or the like can run in it."""
@@ -158,8 +170,13 @@ class Relevance:
     @_remembered
     def is_accepting(self, node: ast.If) -> bool:
         """Whether a branch returns what a block that ends in `raise` accepts."""
-        block: list[ast.stmt] = getattr(self._parents.get(node), "body", [])
-        return isinstance(node.body[-1], ast.Return) and bool(block) and isinstance(block[-1], ast.Raise) and node in block
+        parent = self._parents.get(node)
+        inside: ast.AST = node
+        if isinstance(parent, ast.For):  # a search
+            inside, parent = parent, self._parents.get(parent)
+        block: list[ast.stmt] = getattr(parent, "body", [])
+        ends = bool(block) and isinstance(block[-1], ast.Raise) and inside in block
+        return ends and isinstance(node.body[-1], ast.Return)
 
     @_remembered
     def matters(self, node: ast.AST) -> bool:

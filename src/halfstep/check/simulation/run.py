@@ -117,12 +117,16 @@ class Run:
         """A new optimizer over what is passed first."""
         raise NotImplementedError
 
+    def optimizer_from(self, name: str, values: list[Any], node: ast.AST) -> Optimizer | None:
+        """The optimizer that a function of another file creates from a model, or wraps; None if it does neither."""
+        raise NotImplementedError
+
     def models_in(self, value: Any) -> frozenset[str] | None:
         """The models whose parameters a value has; None: not known."""
         raise NotImplementedError
 
-    def as_object(self, value: Any) -> Any:
-        """The scaler or optimizer that an unknown value is by its name."""
+    def as_object(self, value: Any, method: str = "step") -> Any:
+        """The scaler or optimizer that an unknown value is by its name, if that has this method."""
         raise NotImplementedError
 
     def as_optimizer(self, value: Any, name: str) -> Any:

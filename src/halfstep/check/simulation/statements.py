@@ -94,7 +94,7 @@ class Statements(Assignments):
     def _run_Assign(self, node: ast.Assign, env: Env) -> None:
         value = self.value(node.value, env)
         for target in node.targets:
-            self.assign(target, value, env)
+            self.assign_result(target, value, node.value, env)
 
     def _run_AnnAssign(self, node: ast.AnnAssign, env: Env) -> None:
         if node.value is not None:
@@ -116,18 +116,39 @@ class Statements(Assignments):
             return
         is_rejecting = rejects(node.body)
         is_left = is_rejecting or (not node.orelse and leaves(node.body[-1]) and not self.relevance.is_accepting(node))
-        if is_left and not rejects(node.orelse) and isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.Or):
+        if (
+            is_left
+            and not rejects(node.orelse)
+            and isinstance(node.test, ast.BoolOp)
+            and isinstance(node.test.op, ast.Or)
+        ):
             is_true = any(self.truth(self.value(part, env), 1, is_firm=is_rejecting) for part in node.test.values)
             self.run(node.body if is_true else node.orelse, env)
             return
-        test = self.value(node.test, env)
+        test = self._tested(node, is_rejecting, env)
         is_special = isinstance(test, Test) and isinstance(test.other, str) and not PRECISION.search(test.question)
         is_passed = (is_left or (is_special and not node.orelse)) and not rejects(node.orelse)
-        self.run(node.body if self.truth(test, int(is_passed), is_firm=is_rejecting) else node.orelse, env)
+        self.run(
+            node.body
+            if self.truth(test, int(is_passed), is_firm=is_rejecting or rejects(node.orelse))
+            else node.orelse,
+            env,
+        )
+
+    def _tested(self, node: ast.If, is_rejecting: bool, env: Env) -> Any:
+        """The value of a test; one that would reject what a run has counted or collected is false, as its loops are short."""
+        parts = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else []
+        if is_rejecting and parts:
+            for part in parts[:-1]:
+                if not self.truth(self.value(part, env), int(not PRECISION.search(ast.unparse(part).lower()))):
+                    return False
+        value = self.value(parts[-1] if is_rejecting and parts else node.test, env)
+        is_counted = is_plain(value) and value is True and _tests_emptiness(node.test)
+        return False if is_rejecting and (isinstance(value, list) or is_counted) else value
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:
         test = self.value(node.test, env)
-        if is_plain(test) and not isinstance(test, tuple | list) and not test:
+        if is_plain(test) and not isinstance(test, tuple | list) and not test and not _counts(node.test):
             raise Raised
 
     def _breaks(self, node: ast.For | ast.AsyncFor | ast.While, env: Env) -> bool:
@@ -178,6 +199,8 @@ class Statements(Assignments):
         raise Left("return", value)
 
     def _run_Raise(self, node: ast.Raise, env: Env) -> None:
+        if node.exc is not None:
+            self.value(node.exc, env)  # `raise SystemExit(main())`
         raise Raised
 
     def _run_Try(self, node: ast.Try, env: Env) -> None:
@@ -245,6 +268,19 @@ def _loaded(target: ast.expr) -> ast.expr:
     if isinstance(target, ast.Subscript):
         return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
     return target
+
+
+def _tests_emptiness(test: ast.expr) -> bool:
+    """Whether a test asks if a number is 0 or less."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.LtE | ast.Lt | ast.Eq):
+        return False
+    limit = test.comparators[0]
+    return isinstance(limit, ast.Constant) and type(limit.value) is int and limit.value in {0, 1}
+
+
+def _counts(test: ast.expr) -> bool:
+    """Whether a test is about the length of something, which a run does not know: its loops are short."""
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "len" for n in ast.walk(test))
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:

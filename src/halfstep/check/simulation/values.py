@@ -198,6 +198,7 @@ class Optimizer:
     models: frozenset[str] | None
     node: ast.AST | None = None
     sites: tuple[ast.AST, ...] = ()  # the calls around its creation
+    is_of_all: bool = True  # its models are all that it may have; not those that a function got which creates it
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     cleared_perhaps: int = 0  # the same, for models that may be its own under another name
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
