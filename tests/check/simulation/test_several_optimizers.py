@@ -199,3 +199,47 @@ def test_the_region_of_a_discriminator_on_detached_samples_is_its_own():
             of_d.step()
         """
     assert codes(text) == ["HS123"]
+
+
+FROM_ELSEWHERE = """
+def train(model, config, loader):
+    context, scaler = get_amp_components(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in loader:
+        optimizer.zero_grad()
+        with context:
+            loss = model(x, y)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            {unscale}
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("unscale", "expected"), [("pass", ["HS104"]), ("scaler.unscale_(optimizer)", [])])
+def test_a_scaler_that_a_function_of_another_file_gives_with_others(unscale, expected):
+    """It is one by the name that it is assigned to."""
+    assert codes(FROM_ELSEWHERE.format(unscale=unscale)) == expected
+
+
+def test_elements_of_an_unknown_list_are_no_single_optimizer():
+    """Each of them steps once before the update."""
+    text = """
+        def train(model, optimizers, loader):
+            scaler = torch.amp.GradScaler("cuda")
+            for x, y in loader:
+                for optimizer, _ in optimizers:
+                    optimizer.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = model(x, y)
+                scaler.scale(loss).backward()
+                for optimizer, _ in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+        """
+    assert codes(text) == []

@@ -21,7 +21,9 @@ class Assignments(Decisions):
     def assign(self, target: ast.expr, value: Any, env: Env) -> None:
         """Assign to a name, an attribute, an element or several."""
         if isinstance(target, ast.Name | ast.Attribute):
-            self._note_none(target.id if isinstance(target, ast.Name) else target.attr, value)
+            name = target.id if isinstance(target, ast.Name) else target.attr
+            if "scaler" in name.lower():
+                self._note_none(name, value)
         if isinstance(target, ast.Name):
             self.assign_name(env, target.id, value)
         elif isinstance(target, ast.Attribute):
@@ -50,23 +52,31 @@ class Assignments(Decisions):
                 base[index] = value
 
     def assign_result(self, target: ast.expr, value: Any, call: ast.expr, env: Env) -> None:
-        """Assign what a call gives: `model, optimizer = prepare(model, optimizer)` gives the objects that it gets."""
-        if isinstance(target, ast.Tuple) and isinstance(call, ast.Call) and isinstance(value, Unknown | Tensor):
-            passed = {arg.id: self.value(arg, env) for arg in call.args if isinstance(arg, ast.Name)}
-            same = {name: each for name, each in passed.items() if isinstance(each, Optimizer | Scaler)}
-            for part in target.elts if same else ():
-                if isinstance(part, ast.Name) and part.id in same:
-                    self.assign(target, value, env)
-                    for name, each in same.items():
-                        self.assign_name(env, name, each)
-                    return
+        """Assign what a call gives: `model, optimizer = prepare(model, optimizer)` gives the objects that it gets.
+
+        What a function of another file gives is a scaler or an optimizer if it is assigned to the name of one.
+        """
+        if (
+            not isinstance(target, ast.Tuple)
+            or not isinstance(call, ast.Call)
+            or not isinstance(value, Unknown | Tensor)
+        ):
+            self.assign(target, value, env)
+            return
+        passed = {ast.unparse(a): self.value(a, env) for a in call.args if isinstance(a, ast.Name | ast.Attribute)}
         self.assign(target, value, env)
+        owner = value.key if isinstance(value, Unknown) else self.path.fresh("made")
+        for part in target.elts:
+            name = ast.unparse(part)
+            if isinstance(part, ast.Name | ast.Attribute) and self.names_object(name):
+                old = passed.get(name)
+                own = Unknown(f"{owner}.{name.rpartition('.')[2]}")
+                self.assign(part, old if isinstance(old, Optimizer | Scaler) else own, env)
 
     def _note_none(self, name: str, value: Any) -> None:
-        if "scaler" in name.lower():
-            self.none_since.pop(name, None)
-            if value is None:
-                self.none_since[name] = len(self.path.taken)
+        self.none_since.pop(name, None)
+        if value is None:
+            self.none_since[name] = len(self.path.taken)
 
     def _assign_several(self, targets: list[ast.expr], value: Any, env: Env) -> None:
         if isinstance(value, list | tuple) and len(value) == len(targets):

@@ -63,8 +63,8 @@ class Foreign(Decisions):
             return Unknown(self.path.fresh("object"))
         if any(self.models_in(a) for a in every) and self._creates_optimizer(key, node):
             return self.optimizer(name, every, node)
-        if (made := self.optimizer_from(name, every, node)) is not None:
-            return made
+        if (optimizer := self.optimizer_from(name, every, node)) is not None:
+            return optimizer
         if self.names_object(target := self.target_of(node)):
             return Unknown(target)
         if all(map(is_plain, every)) and _STABLE.search(name):

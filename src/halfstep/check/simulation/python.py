@@ -30,7 +30,8 @@ class Python(Decisions):
     """Calls Python's own."""
 
     def _builtin_range(self, args: list[Any], node: ast.AST) -> Any:
-        if args and all(isinstance(a, int) for a in args):
+        is_collected = len(args) > 2 and isinstance(node, ast.Call) and "len(" in ast.unparse(node)
+        if args and all(isinstance(a, int) for a in args) and not is_collected:
             try:
                 return range(*args)
             except (TypeError, ValueError):

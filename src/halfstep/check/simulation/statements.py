@@ -34,6 +34,9 @@ NUM_ITERATIONS = 4  # of a loop that trains: two windows of two micro-batches
 NUM_EPOCHS = 2
 
 
+_HANDLERS: dict[type, Any] = {}  # methods, by the type of the statement
+
+
 class Left(Exception):
     """A `break`, `continue`, `return` or `yield`."""
 
@@ -49,9 +52,12 @@ class Statements(Assignments):
         """Run a block."""
         for statement in body:
             self.path.step()
-            handler = getattr(self, f"_run_{type(statement).__name__}", None)
+            kind = type(statement)
+            if kind not in _HANDLERS:
+                _HANDLERS[kind] = getattr(type(self), f"_run_{kind.__name__}", None)
+            handler = _HANDLERS[kind]
             if handler is not None:
-                handler(statement, env)
+                handler(self, statement, env)
 
     def _run_Import(self, node: ast.Import, env: Env) -> None:
         for alias in node.names:
@@ -122,7 +128,8 @@ class Statements(Assignments):
             and isinstance(node.test, ast.BoolOp)
             and isinstance(node.test.op, ast.Or)
         ):
-            is_true = any(self.truth(self.value(part, env), 1, is_firm=is_rejecting) for part in node.test.values)
+            parts = [part for part in node.test.values if not (is_rejecting and _counts(part))]
+            is_true = any(self.truth(self.value(part, env), 1, is_firm=is_rejecting) for part in parts)
             self.run(node.body if is_true else node.orelse, env)
             return
         test = self._tested(node, is_rejecting, env)
@@ -143,7 +150,7 @@ class Statements(Assignments):
                 if not self.truth(self.value(part, env), int(not PRECISION.search(ast.unparse(part).lower()))):
                     return False
         value = self.value(parts[-1] if is_rejecting and parts else node.test, env)
-        is_counted = is_plain(value) and value is True and _tests_emptiness(node.test)
+        is_counted = is_plain(value) and value is True and (_tests_emptiness(node.test) or _counts(node.test))
         return False if is_rejecting and (isinstance(value, list) or is_counted) else value
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:
