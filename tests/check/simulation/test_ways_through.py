@@ -126,14 +126,18 @@ def test_a_method_that_subclasses_override():
 
 
 def test_a_repeated_forward_is_no_end_of_an_iteration():
-    """A window that is unscaled in each micro-batch is HS106, whatever an inner loop without a backward pass repeats."""
+    """A window that is unscaled in each micro-batch is HS106, whatever inner loops and functions without a step do."""
     text = """
+        def forward(x, chunk):
+            if chunk is None:
+                return model(x)
+            return model(x, chunk)
         scaler = torch.amp.GradScaler("cuda")
         for i, (x, y) in enumerate(loader):
             while True:
                 try:
                     with torch.autocast("cuda"):
-                        loss = model(x, y)
+                        loss = forward(x, args.chunk)
                     break
                 except RuntimeError:
                     continue

@@ -201,7 +201,7 @@ class Statements(Assignments):
 
     def _run_Return(self, node: ast.Return, env: Env) -> None:
         value = self.value(node.value, env) if node.value is not None else None
-        if not self.relevance.is_last(node):
+        if not self.relevance.is_last(node) and (not self.active or self.relevance.trains(self.active[-1])):
             self.gradients.skips += 1
         raise Left("return", value)
 
