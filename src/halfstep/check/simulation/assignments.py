@@ -21,7 +21,9 @@ class Assignments(Decisions):
     def assign(self, target: ast.expr, value: Any, env: Env) -> None:
         """Assign to a name, an attribute, an element or several."""
         if isinstance(target, ast.Name | ast.Attribute):
-            self._note_none(target.id if isinstance(target, ast.Name) else target.attr, value)
+            name = target.id if isinstance(target, ast.Name) else target.attr
+            if "scaler" in name.lower():
+                self._note_none(name, value)
         if isinstance(target, ast.Name):
             self.assign_name(env, target.id, value)
         elif isinstance(target, ast.Attribute):
@@ -32,8 +34,11 @@ class Assignments(Decisions):
                 self.bindings[f"{base.key}.{target.attr}"] = value
             if target.attr == "grad" and value is None:  # of each parameter, probably
                 self.gradients.clear(None)
+            elif target.attr == "grad":  # computed, or divided, by the script
+                self.gradients.lose()
             elif target.attr == "requires_grad":
-                self.gradients.is_partial = True
+                models = base.models if isinstance(base, Params) else None
+                self.gradients.frozen.set(models, value, is_all=self.relevance.is_of_all_parameters(target))
         elif isinstance(target, ast.Tuple | ast.List):
             self._assign_several(target.elts, value, env)
         elif isinstance(target, ast.Starred):
@@ -46,23 +51,58 @@ class Assignments(Decisions):
             elif isinstance(base, dict) and isinstance(index, Unknown | Library) and len(base) < MAX_ENTRIES:
                 base[index] = value
 
+    def assign_result(self, target: ast.expr, value: Any, call: ast.expr, env: Env) -> None:
+        """Assign what a call gives: `model, optimizer = prepare(model, optimizer)` gives the objects that it gets.
+
+        What a function of another file gives is a scaler or an optimizer if it is assigned to the name of one.
+        """
+        if (
+            not isinstance(target, ast.Tuple)
+            or not isinstance(call, ast.Call)
+            or not isinstance(value, Unknown | Tensor)
+        ):
+            self.assign(target, value, env)
+            return
+        passed = {ast.unparse(a): self.value(a, env) for a in call.args if isinstance(a, ast.Name | ast.Attribute)}
+        self.assign(target, value, env)
+        owner = value.key if isinstance(value, Unknown) else self.path.fresh("made")
+        for part in target.elts:
+            name = ast.unparse(part)
+            if isinstance(part, ast.Name | ast.Attribute) and self.names_object(name):
+                old = passed.get(name)
+                own = Unknown(f"{owner}.{name.rpartition('.')[2]}")
+                self.assign(part, old if isinstance(old, Optimizer | Scaler) else own, env)
+
     def _note_none(self, name: str, value: Any) -> None:
-        if "scaler" in name.lower():
-            self.none_since.pop(name, None)
-            if value is None:
-                self.none_since[name] = len(self.path.taken)
+        self.none_since.pop(name, None)
+        if value is None:
+            self.none_since[name] = len(self.path.taken)
 
     def _assign_several(self, targets: list[ast.expr], value: Any, env: Env) -> None:
         if isinstance(value, list | tuple) and len(value) == len(targets):
             values: Iterable[Any] = value
         elif isinstance(value, Tensor | Params):
             values = [value] * len(targets)
+        elif isinstance(value, Optimizer):
+            values = self._optimizers_of(value, targets)
         elif isinstance(value, Unknown):
             values = [unknown(f"{value.key}.{i}") for i in range(len(targets))]
         else:
             values = [Unknown(self.path.fresh("part")) for _ in targets]
         for target, each in zip(targets, values, strict=True):
             self.assign(target, each, env)
+
+    def _optimizers_of(self, made: Optimizer, targets: list[ast.expr]) -> list[Any]:
+        """What a function gives that creates optimizers, and perhaps a schedule: by the names of its targets, or the first."""
+        names = [ast.unparse(target) for target in targets]
+        wanted = [name for name in names if self.names_object(name)] or names[:1]
+        made.key = wanted[0]
+        others = {name: Optimizer(name, made.models, made.node, made.sites, made.is_of_all) for name in wanted[1:]}
+        if others and made.models is not None and len(made.models) > 1:  # whose each one is, is not known
+            for each in (made, *others.values()):
+                each.models = None
+        self.gradients.optimizers += others.values()
+        return [made if n == wanted[0] else others.get(n, Unknown(self.path.fresh("part"))) for n in names]
 
     def assign_name(self, env: Env, name: str, value: Any) -> None:
         """Assign to a variable of a scope, or of the one around it that it declares."""

@@ -16,6 +16,9 @@ _RARE = regex(
 )
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 _NOT_FINITE = regex(r"finite|isnan|isinf")
+_COUNT = regex(
+    r"(^|[._(])(num|max|total|n)_\w*(steps|iters?|iterations|batches|epochs)|(^|\.)(steps|iters|iterations|epochs)$|^\(?len\("
+)
 HAS_CUDA = "torch.cuda.is_available()"
 WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 
@@ -23,18 +26,18 @@ WINDOWS = (2, 1)  # micro-batches of a window, where the text does not decide it
 class Decisions(Run):
     """Decides."""
 
-    def truth(self, value: Any, default: int = 0) -> bool:
-        """Whether a value is true; a decision if that is not known."""
+    def truth(self, value: Any, default: int = 0, *, is_firm: bool = False) -> bool:
+        """Whether a value is true; a decision if that is not known, whose default counts whatever is asked if it is firm."""
         value = self.resolved(value)
         if isinstance(value, Negated):
-            return not self.truth(value.value, 1 - default)
+            return not self.truth(value.value, 1 - default, is_firm=is_firm)
         if isinstance(value, Test):
-            return self._decide_test(value, default)
+            return self._decide_test(value, default, is_firm=is_firm)
         if isinstance(value, Unknown | Tensor):
             key = value.key if isinstance(value, Unknown) else self._key_of(value)
             if self.path.answers.get(f"{key} is None") == 0:
                 return False
-            expected = 0 if key == HAS_CUDA else 1 if _RARE.search(key) else default
+            expected = 0 if key == HAS_CUDA else 1 if _RARE.search(key) and not is_firm else default
             holds = self.path.choose(key, 2, expected) == 0
             if _NOT_FINITE.search(key) and holds == (expected == 1):
                 self.gradients.skips += 1  # what the script does after an overflow
@@ -52,7 +55,7 @@ class Decisions(Run):
             self.asked[id(value)] = (value, self.path.fresh("tensor"))
         return self.asked[id(value)][1]
 
-    def _decide_test(self, test: Test, default: int) -> bool:
+    def _decide_test(self, test: Test, default: int, *, is_firm: bool) -> bool:
         question = test.question
         if question not in self.path.answers:
             implied = self.bounds.implied(test)
@@ -60,7 +63,8 @@ class Decisions(Run):
                 return implied
             if test.operator == "is" and test.other is None and self.path.answers.get(test.key) == 0:
                 return False
-        holds = self.path.choose(question, 2, 1 if _RARE.search(question) else default) == 0
+        is_rare = not is_firm and (_RARE.search(question) or _is_last(test))
+        holds = self.path.choose(question, 2, 1 if is_rare else default) == 0
         self.bounds.learn(test, holds=holds)
         if holds and test.operator in {"==", "is"}:
             self.bindings[test.key] = test.other
@@ -99,6 +103,11 @@ class Decisions(Run):
             self.bindings[value.key] = 0
             return 0
         return value
+
+
+def _is_last(test: Test) -> bool:
+    """Whether a test asks if a count of steps or batches ends at a number, which the first iterations of a loop do not."""
+    return test.operator == "==" and type(test.other) is int and bool(_COUNT.search(test.key))
 
 
 def _compare(sign: str, left: Any, right: Any) -> bool:

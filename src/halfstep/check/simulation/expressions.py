@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
+from halfstep.check.simulation.paths import Exhausted
 from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Class,
@@ -32,7 +33,7 @@ MAX_KEYS = 8  # of a table of formats
 _WITHOUT_ATTRIBUTES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "abc.ABC"}
 
 
-_HANDLERS: dict[type, str] = {}
+_HANDLERS: dict[type, Any] = {}  # methods, by the type of the node
 
 
 class Expressions(Decisions):
@@ -40,15 +41,17 @@ class Expressions(Decisions):
 
     def value(self, node: ast.expr, env: Env) -> Any:
         """The value of an expression."""
-        self.path.step()
-        if isinstance(node, ast.Constant):
-            return node.value
+        path = self.path
+        path.steps -= 1  # as `step` does, which would be called for every expression
+        if path.steps < 0:
+            raise Exhausted
         kind = type(node)
-        name = _HANDLERS.get(kind)
-        if name is None:
-            name = _HANDLERS[kind] = f"_value_{kind.__name__}"
-        handler = getattr(self, name, None)
-        return self.resolved(handler(node, env) if handler is not None else Unknown(self.path.fresh(kind.__name__)))
+        if kind is ast.Constant:
+            return node.value  # type: ignore[attr-defined]
+        if kind not in _HANDLERS:
+            _HANDLERS[kind] = getattr(type(self), f"_value_{kind.__name__}", None)
+        handler = _HANDLERS[kind]
+        return self.resolved(handler(self, node, env) if handler is not None else Unknown(path.fresh(kind.__name__)))
 
     def _value_Name(self, node: ast.Name, env: Env) -> Any:
         scope: Env | None = env

@@ -106,7 +106,7 @@ class Functions(Decisions):
         """What a function of the script returns."""
         if len(self.active) >= MAX_DEPTH or function.node in self.active:
             return Unknown(self.path.fresh("recursion"))
-        if _is_abstract(function.node):
+        if _is_abstract(function.node, function):
             return self.call_unknown(f"self.{function.node.name}", args, kwargs, node)
         depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
@@ -194,9 +194,15 @@ class Functions(Decisions):
         return self.create(cls, args, kwargs, node)
 
 
-def _is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> TypeGuard[ast.FunctionDef]:
-    """Whether a method is for subclasses to define: it only raises NotImplementedError."""
+def _is_abstract(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, function: Func
+) -> TypeGuard[ast.FunctionDef]:
+    """Whether a method is for subclasses to define: it only raises NotImplementedError, or does nothing."""
     if isinstance(node, ast.Lambda):
         return False
     body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    if not body or all(
+        isinstance(part, ast.Pass) or (isinstance(part, ast.Return) and part.value is None) for part in body
+    ):
+        return function.cls is not None and node.name != "__init__"
     return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplemented" in ast.unparse(body[0])

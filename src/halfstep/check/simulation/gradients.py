@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from halfstep.check.simulation.frozen import Frozen, overlap
 from halfstep.check.simulation.values import UNKNOWN_TENSOR, Optimizer, Scaler, Tensor
 
 __all__ = ["Gradients", "Mishap", "Raised"]
@@ -53,7 +55,7 @@ class Gradients:
         self.scalers: list[Scaler] = []
         self.is_sure = True  # no code of another file may have run a backward pass or a step so far
         self.may_lack_scaler = False  # a caller passes none, for reasons that the script does not show
-        self.is_partial = False  # some parameters may have no gradients
+        self.frozen = Frozen()
         self.computed = NOTHING  # what models have computed since the last backward pass
         self.skips = 0  # how often the run left an iteration or function early
         self._failed: set[ast.AST] = set()  # steps without gradients
@@ -64,6 +66,7 @@ class Gradients:
     def backward(self, loss: Tensor, node: ast.AST) -> None:
         """A backward pass."""
         self.computed = NOTHING
+        loss = dataclasses.replace(loss, models=self.frozen.reached(loss.models))
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
 
     def lost_loss(self) -> Tensor:
@@ -136,8 +139,11 @@ class Gradients:
             self._add("HS114", node, f"`{name}.step` is called again before `{name}.update()`, which raises RuntimeError", f"call {name}.update() after each step")  # fmt: skip
         self._confirm_clip(optimizer)
         self._confirm_void_clip(optimizer, node)
-        if not self._has_leftovers(optimizer, parts, node) and parts and scaler.is_sure:
-            self._judge_parts(scaler, optimizer, parts, node)
+        if not self._has_leftovers(optimizer, parts, node) and scaler.is_sure:
+            if parts:
+                self._judge_parts(scaler, optimizer, parts, node)
+            elif parts is None and self._agree(optimizer, lambda p: (p.loss.scaler, p.loss.version == scaler.version)):
+                self._judge_parts(scaler, optimizer, self._recent(optimizer), node)
         if optimizer not in scaler.unscaled:
             self._divide(scaler, optimizer, node)
         if scaler.is_sure and self.is_sure and optimizer not in scaler.checked:
@@ -189,13 +195,15 @@ class Gradients:
         """`optimizer.step()`, or a step of a disabled scaler."""
         self._meet(optimizer)
         parts = self._parts(optimizer)
+        if parts is None and self._agree(optimizer, lambda p: (p.loss.scaler, p.loss.half)):
+            parts = self._recent(optimizer)
         self._confirm_clip(optimizer)
         self._confirm_void_clip(optimizer, node)
         has_leftovers = self._has_leftovers(optimizer, parts, node)
         optimizer.stepped = len(self.backwards)
         if has_leftovers or parts is None:
             return
-        scaled = [p for p in parts if p.loss.scaler is not None]
+        scaled = [p for p in parts if p.loss.scaler is not None and p.number > optimizer.unscaled]
         halves = [
             p for p in parts if p.loss.half and p.loss.scaler is None and self._computes(p.loss.halved, optimizer)
         ]
@@ -213,7 +221,8 @@ class Gradients:
                 continue
             parts = self._parts(each)
             self._note_void_clip(each, parts, node)
-            scaled = [p for p in parts or () if p.loss.scaler is not None and p.loss.scaler.is_sure]
+            recent = [p for p in parts or () if p.number > each.unscaled]
+            scaled = [p for p in recent if p.loss.scaler is not None and p.loss.scaler.is_sure]
             if scaled and not self._is_unscaled(each):
                 key = scaled[0].loss.scaler.key if scaled[0].loss.scaler else ""
                 each.void_clip = None
@@ -270,24 +279,36 @@ class Gradients:
         """The backward passes whose sum an optimizer's gradients are; None: not known."""
         if not optimizer.is_sure:
             return None
-        start = optimizer.cleared if self.are_cleared else max(optimizer.cleared, optimizer.stepped)
-        recent = [b for b in self.backwards if b.number > start]
+        recent = self._recent(optimizer)
         if self._is_alone(optimizer):
             return recent
-        if self.is_partial or optimizer.models is None or any(b.loss.models is None for b in recent):
+        if optimizer.models is None or any(b.loss.models is None for b in recent):
             return None
-        own = [b for b in recent if b.loss.models and _overlap(b.loss.models, optimizer.models)]
+        if self.frozen.may_leave(optimizer.models):
+            return None
+        own = [b for b in recent if b.loss.models and overlap(b.loss.models, optimizer.models)]
         return own if own or not recent else None  # a link between a model and a loss may be missing
+
+    def _recent(self, optimizer: Optimizer) -> list[_Backward]:
+        """The backward passes since an optimizer's gradients were cleared."""
+        start = optimizer.cleared if self.are_cleared else max(optimizer.cleared, optimizer.stepped)
+        return [b for b in self.backwards if b.number > start]
+
+    def _agree(self, optimizer: Optimizer, kind: Callable[[_Backward], object]) -> bool:
+        """Whether it does not matter which of the recent backward passes reached an optimizer: all are of one kind."""
+        recent = self._recent(optimizer)
+        return optimizer.is_sure and self.is_sure and bool(recent) and len(set(map(kind, recent))) == 1
 
     def _computes(self, halved: frozenset[str], optimizer: Optimizer) -> bool:
         """Whether one of these models may be the optimizer's."""
-        return optimizer.models is None or _overlap(halved, optimizer.models)
+        is_open = not optimizer.is_of_all and self._is_alone(optimizer)
+        return optimizer.models is None or is_open or overlap(halved, optimizer.models)
 
     def _is_alone(self, optimizer: Optimizer) -> bool:
         return all(other is optimizer for other in self.optimizers)
 
     def _has(self, optimizer: Optimizer, models: frozenset[str] | None) -> bool:
-        return bool(optimizer.models and models and _overlap(optimizer.models, models))
+        return bool(optimizer.models and models and overlap(optimizer.models, models))
 
     def _is_unscaled(self, optimizer: Optimizer) -> bool:
         return any(optimizer in scaler.unscaled for scaler in self.scalers)
@@ -300,8 +321,3 @@ class Gradients:
         self.mishaps.append(Mishap(code, node, message, instead))
         if "raises" in message:
             raise Raised
-
-
-def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
-    """Whether two sets of models have one in common, or a part of one."""
-    return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in first for b in second)

@@ -146,6 +146,8 @@ class Libraries(Decisions):
                 return Unknown(self.path.fresh("object"))
             if any(isinstance(a, Params) for a in every) and last[:1].isupper() and "ema" not in last.lower():
                 return self.optimizer(last, every, node)
+            if (made := self.optimizer_from(last, every, node)) is not None:
+                return made
             if self.names_object(target := self.target_of(node)):
                 return Unknown(target)
         if last in _ASKED:

@@ -24,6 +24,7 @@ from halfstep.check.simulation.values import (
     Test,
     Unknown,
     combined,
+    is_module,
 )
 
 __all__ = ["Objects"]
@@ -60,12 +61,22 @@ class Objects(Decisions):
             return Unknown(self.path.fresh(name))
         if isinstance(base, Library):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
+        if isinstance(base, Tensor) and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)  # what another file's function gave was a scaler or an optimizer
+            base = Unknown(owner) if self.names_object(owner) else base
         if isinstance(base, Unknown) and name in _OF_SCALERS:
-            base = self.as_object(base)
+            base = self.as_object(base, name)
         if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
             self._call_none(node.func)
         if isinstance(base, Tensor) and name in _OF_MODELS and isinstance(node.func, ast.Attribute):
             base = Unknown(ast.unparse(node.func.value))  # what another file's function gave was a model
+        if (
+            name == "requires_grad_"
+            and isinstance(base, Unknown | Instance | Params)
+            and isinstance(node.func, ast.Attribute)
+        ):
+            self._set_requires_grad(base, args[0] if args else kwargs.get("requires_grad", True), node.func)
+            return base
         if name == "zero_grad" and not isinstance(base, Optimizer | Instance | Unknown):
             self.gradients.clear(None)
             return None
@@ -88,6 +99,12 @@ class Objects(Decisions):
         if isinstance(base, Class | Func):
             return self.call(self.attribute(base, name, node.func), args, kwargs, node)
         return Unknown(self.path.fresh(name))
+
+    def _set_requires_grad(self, base: Unknown | Instance | Params, flag: Any, func: ast.Attribute) -> None:
+        """`model.requires_grad_()`, or that of a parameter in a loop."""
+        is_one = isinstance(base, Params)
+        models = base.models if isinstance(base, Params) else frozenset({base.key})
+        self.gradients.frozen.set(models, flag, is_all=not is_one or self.relevance.is_of_all_parameters(func))
 
     def _call_none(self, func: ast.Attribute) -> None:
         """A method of a scaler that is None, where nothing was asked about precision since it was assigned."""
@@ -112,9 +129,13 @@ class Objects(Decisions):
         if name in {"manual_backward", "backward_pass"}:
             self.gradients.lose()
             return None
-        if not HARMLESS.search(name.lower()):  # a hook, or a method of an unknown base class
+        every = [*args, *kwargs.values()]
+        if is_module(base.cls):  # a submodule, perhaps: torch's own methods do not train
+            return self.forward(f"{base.key}.{name}", every)
+        if self.may_train(name):  # a hook, or a method of an unknown base class
             self.gradients.lose()
-        return self.forward(base.key, args) if name.startswith("forward") else Unknown(self.path.fresh(name))
+        is_computed = name.startswith("forward") or any(isinstance(a, Tensor) for a in every)
+        return self.forward(base.key, every) if is_computed else Unknown(self.path.fresh(name))
 
     def _call_tensor(self, base: Tensor, name: str, args: list[Any], node: ast.Call) -> Any:
         if name == "backward":
@@ -131,8 +152,6 @@ class Objects(Decisions):
         if name in _PARAMETERS:
             return Params(frozenset({base.key}))
         if name in _SAME_OBJECT:
-            if name == "requires_grad_":
-                self.gradients.is_partial = True
             return base
         if name == "backward":
             if any(isinstance(a, Tensor | Unknown) for a in args):  # an engine's
@@ -154,7 +173,7 @@ class Objects(Decisions):
         """A method of a GradScaler."""
         passed = args[0] if args else next(iter(kwargs.values()), None)
         if name in {"step", "unscale_"}:
-            passed = self.as_optimizer(passed)
+            passed = self.as_optimizer(passed, ast.unparse(node.args[0]) if node.args else "optimizer")
             if isinstance(passed, Optimizer) and node.args:
                 passed.key = ast.unparse(node.args[0])
         scaler.key = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else scaler.key

@@ -21,15 +21,17 @@ from halfstep.check.simulation.values import (
 
 __all__ = ["Python"]
 
+_TYPES: dict[str, type] = {each.__name__: each for each in (list, tuple, dict, str, int, float, bool)}
 MAX_ELEMENTS = 8  # of a list that a loop runs through
-_LEN = 4  # of what a loop runs through, if the text does not decide it  # of what a loop runs through, if the text does not decide it
+_LEN = 4  # of what a loop runs through, if the text does not decide it
 
 
 class Python(Decisions):
     """Calls Python's own."""
 
     def _builtin_range(self, args: list[Any], node: ast.AST) -> Any:
-        if args and all(isinstance(a, int) for a in args):
+        is_collected = len(args) > 2 and isinstance(node, ast.Call) and "len(" in ast.unparse(node)
+        if args and all(isinstance(a, int) for a in args) and not is_collected:
             try:
                 return range(*args)
             except (TypeError, ValueError):
@@ -37,7 +39,8 @@ class Python(Decisions):
         first = self.counter(args[0]) if len(args) > 1 else 0
         if isinstance(first, Unknown):  # as in range(start + 1, end)
             first = int(first.key.endswith("+ 1)"))
-        return Partial("range", [first, args[min(len(args), 2) - 1] if args else None], {})
+        # With steps of unknown width the end is not known: a list that the script fills has few elements here.
+        return Partial("range", [first, args[min(len(args), 2) - 1] if args and len(args) < 3 else None], {})
 
     def _builtin_enumerate(self, args: list[Any], node: ast.AST) -> Any:
         start = args[1] if len(args) > 1 else 0
@@ -60,6 +63,10 @@ class Python(Decisions):
 
     def _builtin_isinstance(self, args: list[Any], node: ast.AST) -> Any:
         value = args[0] if args else None
+        types = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:]
+        names = {getattr(t, "full", "") for t in types}
+        if names and names <= _TYPES.keys() and (is_plain(value) or isinstance(value, list | tuple | dict | Instance)):
+            return isinstance(value, tuple(_TYPES[name] for name in names))
         key = value.key if isinstance(value, Unknown) else self.path.fresh("isinstance")
         return Unknown(f"isinstance({key}, {getattr(args[1], 'full', '?') if len(args) > 1 else ''})")
 

@@ -17,6 +17,7 @@ _EVENTS = {
     "backward", "step", "update", "unscale_", "scale", "zero_grad", "clip_grad_norm_", "clip_grad_value_", "clip_grad_norm",
     "autocast", "GradScaler", "manual_backward", "scale_loss", "requires_grad_",
 }  # fmt: skip
+_OF_TRAINING = {"backward", "step", "update", "unscale_", "manual_backward", "scale_loss", "zero_grad"}
 _NOT_AN_EVENT = regex(
     r"sched|prof|env|bar|writer|meter|metric|tracker|wandb|dict|hash|ema|config|cfg|log|tqdm|progress"
 )
@@ -71,6 +72,17 @@ def _remembered(method: Callable[[Relevance, Any], _Answer]) -> Callable[[Releva
     return answer
 
 
+def _functions_that_act(calls: list[ast.Call], events: list[ast.Call], around: dict[ast.AST, list[str]]) -> set[str]:
+    """The names of functions in which an event, or a call of such a function, can run."""
+    acting = {name for event in events for name in around[event]}
+    for _ in range(6):  # depth of calls
+        more = {name for call in calls if _last(call.func) in acting for name in around[call]}
+        if more <= acting:
+            break
+        acting |= more
+    return acting
+
+
 class Relevance:
     """Answers for one syntax tree."""
 
@@ -93,22 +105,15 @@ class Relevance:
         for definition in definitions:
             self._functions.setdefault(definition.name, []).append(definition)
         events = [call for call in calls if _is_event(call)]
-        self._acting = self._functions_that_act(calls, events)
+        around: dict[ast.AST, list[str]] = {call: self._names_around(call) for call in calls}
+        self._acting = _functions_that_act(calls, events, around)
         acting = [*events, *(call for call in calls if _last(call.func) in self._acting)]
         self._acts = self._with_ancestors(acting)
+        steps = [call for call in events if _last(call.func) in _OF_TRAINING]
+        self._training = _functions_that_act(calls, steps, around)
+        self._trains = self._with_ancestors([*steps, *(call for call in calls if _last(call.func) in self._training)])
         self._leaving = self._with_ancestors(node for node in nodes if leaves(node))
         self._live = self._names_that_decide(nodes, acting)
-
-    def _functions_that_act(self, calls: list[ast.Call], events: list[ast.Call]) -> set[str]:
-        """The names of functions in which an event, or a call of such a function, can run."""
-        around: dict[ast.AST, list[str]] = {call: self._names_around(call) for call in calls}
-        acting = {name for event in events for name in around[event]}
-        for _ in range(6):  # depth of calls
-            more = {name for call in calls if _last(call.func) in acting for name in around[call]}
-            if more <= acting:
-                break
-            acting |= more
-        return acting
 
     def _names_around(self, node: ast.AST) -> list[str]:
         names = []
@@ -136,15 +141,42 @@ class Relevance:
                 parts.append(node.test)
             elif isinstance(node, ast.withitem):
                 parts.append(node.context_expr)
+            elif isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store):
+                parts += self._iterated_around(node)
         inside = [n for part in parts for n in nodes_in(part)]
         live = {n.id for n in inside if isinstance(n, ast.Name)} | {
             n.attr for n in inside if isinstance(n, ast.Attribute)
         }
         return live - {"self", "torch", "args", "cfg", "config"}
 
+    def _iterated_around(self, node: ast.AST) -> list[ast.AST]:
+        """What the loops around a statement run through."""
+        iterated: list[ast.AST] = []
+        parent = self._parents.get(node)
+        while parent is not None and not isinstance(parent, _FUNCTIONS):
+            if isinstance(parent, ast.For):
+                iterated.append(parent.iter)
+            parent = self._parents.get(parent)
+        return iterated
+
     def acts(self, node: ast.AST) -> bool:
         """Whether a backward pass, a step or the like can run in it."""
         return node in self._acts
+
+    def trains(self, node: ast.AST) -> bool:
+        """Whether a backward pass or a step can run in it, and not only a region."""
+        return node in self._trains
+
+    @_remembered
+    def is_accepting(self, node: ast.If) -> bool:
+        """Whether a branch returns what a block that ends in `raise` accepts."""
+        parent = self._parents.get(node)
+        inside: ast.AST = node
+        if isinstance(parent, ast.For):  # a search
+            inside, parent = parent, self._parents.get(parent)
+        block: list[ast.stmt] = getattr(parent, "body", [])
+        ends = bool(block) and isinstance(block[-1], ast.Raise) and inside in block
+        return ends and isinstance(node.body[-1], ast.Return)
 
     @_remembered
     def matters(self, node: ast.AST) -> bool:
@@ -174,17 +206,13 @@ class Relevance:
     def has_training_loop(self, node: ast.AST) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
         for inner in nodes_in(node):
-            if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.acts(inner):
+            if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.trains(inner):
                 return True
-            if isinstance(inner, ast.Call) and (name := _last(inner.func)) in self._acting:
+            if isinstance(inner, ast.Call) and (name := _last(inner.func)) in self._training:
                 for function in self._functions.get(name, ()):
-                    if any(isinstance(n, ast.For | ast.While) and self._has_event(n) for n in nodes_in(function)):
+                    if any(isinstance(n, ast.For | ast.While) and self.trains(n) for n in nodes_in(function)):
                         return True
         return False
-
-    @_remembered
-    def _has_event(self, node: ast.AST) -> bool:
-        return self.acts(node)
 
     @_remembered
     def locals_of(self, function: ast.AST) -> frozenset[str]:
@@ -213,6 +241,22 @@ class Relevance:
             if "GradScaler" in ast.unparse(node.value):
                 places |= {t.attr: node for t in node.targets if isinstance(t, ast.Attribute)}
         return places
+
+    @_remembered
+    def is_of_all_parameters(self, node: ast.Attribute) -> bool:
+        """Whether an attribute of a parameter is set for all of `model.parameters()`, in a loop without conditions of its own."""
+        statement = self._parents.get(node)
+        while isinstance(statement, ast.expr):
+            statement = self._parents.get(statement)
+        loop = self._parents.get(statement) if statement is not None else None
+        if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call) or statement not in loop.body:
+            return False
+        around = self._parents.get(loop)
+        while around is not None and not isinstance(around, _FUNCTIONS):
+            if isinstance(around, ast.If | ast.Try) and not self.matters(around):
+                return False  # both branches are run
+            around = self._parents.get(around)
+        return _last(loop.iter.func) in {"parameters", "named_parameters"}
 
     def acts_now(self, statement: ast.stmt) -> bool:
         """Whether running a statement of the module acts: not if it only defines."""

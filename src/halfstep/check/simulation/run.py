@@ -45,6 +45,7 @@ class Run:
         self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
         self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
+        self.loops: list[bool] = []  # those that run, and whether they train
         self.active: list[ast.AST] = []  # functions that run
         self.sites: list[ast.AST] = []  # their calls
         self.bounds = Bounds()
@@ -108,19 +109,27 @@ class Run:
         """Code of another file gets these values."""
         raise NotImplementedError
 
+    def may_train(self, name: str) -> bool:
+        """Whether a hook, or a method of an unknown base class, may run a backward pass or a step."""
+        raise NotImplementedError
+
     def optimizer(self, name: str, args: list[Any], node: ast.AST) -> Optimizer:
         """A new optimizer over what is passed first."""
+        raise NotImplementedError
+
+    def optimizer_from(self, name: str, values: list[Any], node: ast.AST) -> Optimizer | None:
+        """The optimizer that a function of another file creates from a model, or wraps; None if it does neither."""
         raise NotImplementedError
 
     def models_in(self, value: Any) -> frozenset[str] | None:
         """The models whose parameters a value has; None: not known."""
         raise NotImplementedError
 
-    def as_object(self, value: Any) -> Any:
-        """The scaler or optimizer that an unknown value is by its name."""
+    def as_object(self, value: Any, method: str = "step") -> Any:
+        """The scaler or optimizer that an unknown value is by its name, if that has this method."""
         raise NotImplementedError
 
-    def as_optimizer(self, value: Any) -> Any:
+    def as_optimizer(self, value: Any, name: str) -> Any:
         """The optimizer that a scaler is given."""
         raise NotImplementedError
 

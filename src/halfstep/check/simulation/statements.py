@@ -34,6 +34,9 @@ NUM_ITERATIONS = 4  # of a loop that trains: two windows of two micro-batches
 NUM_EPOCHS = 2
 
 
+_HANDLERS: dict[type, Any] = {}  # methods, by the type of the statement
+
+
 class Left(Exception):
     """A `break`, `continue`, `return` or `yield`."""
 
@@ -49,9 +52,12 @@ class Statements(Assignments):
         """Run a block."""
         for statement in body:
             self.path.step()
-            handler = getattr(self, f"_run_{type(statement).__name__}", None)
+            kind = type(statement)
+            if kind not in _HANDLERS:
+                _HANDLERS[kind] = getattr(type(self), f"_run_{kind.__name__}", None)
+            handler = _HANDLERS[kind]
             if handler is not None:
-                handler(statement, env)
+                handler(self, statement, env)
 
     def _run_Import(self, node: ast.Import, env: Env) -> None:
         for alias in node.names:
@@ -94,7 +100,7 @@ class Statements(Assignments):
     def _run_Assign(self, node: ast.Assign, env: Env) -> None:
         value = self.value(node.value, env)
         for target in node.targets:
-            self.assign(target, value, env)
+            self.assign_result(target, value, node.value, env)
 
     def _run_AnnAssign(self, node: ast.AnnAssign, env: Env) -> None:
         if node.value is not None:
@@ -114,62 +120,94 @@ class Statements(Assignments):
             for name in self.relevance.assigned(node):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
             return
-        test = self.value(node.test, env)
+        is_rejecting = rejects(node.body)
+        is_left = is_rejecting or (not node.orelse and leaves(node.body[-1]) and not self.relevance.is_accepting(node))
+        if (
+            is_left
+            and not rejects(node.orelse)
+            and isinstance(node.test, ast.BoolOp)
+            and isinstance(node.test.op, ast.Or)
+        ):
+            parts = [part for part in node.test.values if not (is_rejecting and _counts(part))]
+            is_true = any(self.truth(self.value(part, env), 1, is_firm=is_rejecting) for part in parts)
+            self.run(node.body if is_true else node.orelse, env)
+            return
+        test = self._tested(node, is_rejecting, env)
         is_special = isinstance(test, Test) and isinstance(test.other, str) and not PRECISION.search(test.question)
-        is_skip = not node.orelse and (leaves(node.body[-1]) or is_special)
-        is_passed = (is_skip or rejects(node.body)) and not rejects(node.orelse)
-        self.run(node.body if self.truth(test, int(is_passed)) else node.orelse, env)
+        is_passed = (is_left or (is_special and not node.orelse)) and not rejects(node.orelse)
+        self.run(
+            node.body
+            if self.truth(test, int(is_passed), is_firm=is_rejecting or rejects(node.orelse))
+            else node.orelse,
+            env,
+        )
+
+    def _tested(self, node: ast.If, is_rejecting: bool, env: Env) -> Any:
+        """The value of a test; one that would reject what a run has counted or collected is false, as its loops are short."""
+        parts = node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else []
+        if is_rejecting and parts:
+            for part in parts[:-1]:
+                if not self.truth(self.value(part, env), int(not PRECISION.search(ast.unparse(part).lower()))):
+                    return False
+        value = self.value(parts[-1] if is_rejecting and parts else node.test, env)
+        is_counted = is_plain(value) and value is True and (_tests_emptiness(node.test) or _counts(node.test))
+        return False if is_rejecting and (isinstance(value, list) or is_counted) else value
 
     def _run_Assert(self, node: ast.Assert, env: Env) -> None:
         test = self.value(node.test, env)
-        if is_plain(test) and not isinstance(test, tuple | list) and not test:
+        if is_plain(test) and not isinstance(test, tuple | list) and not test and not _counts(node.test):
             raise Raised
 
-    def _breaks(self, body: list[ast.stmt], env: Env) -> bool:
+    def _breaks(self, node: ast.For | ast.AsyncFor | ast.While, env: Env) -> bool:
         """Run an iteration of a loop; whether it ends the loop."""
+        self.loops.append(self.relevance.trains(node))
         try:
-            self.run(body, env)
+            self.run(node.body, env)
         except Left as left:
             if left.kind in {"return", "yield"}:
                 raise
             return left.kind == "break"
+        finally:
+            self.loops.pop()
         return False
 
     def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:
-        trains = self.relevance.acts(node)
+        trains = self.relevance.trains(node)
         limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for element in self.elements(self.value(node.iter, env), limit):
             self.assign(node.target, element, env)
-            if self._breaks(node.body, env):
+            if self._breaks(node, env):
                 return
         self.run(node.orelse, env)
 
     _run_AsyncFor = _run_For
 
     def _run_While(self, node: ast.While, env: Env) -> None:
-        trains = self.relevance.acts(node)
+        trains = self.relevance.trains(node)
         limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
         for _ in range(limit):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
                 break
-            if self._breaks(node.body, env):
+            if self._breaks(node, env):
                 return
 
     def _run_Break(self, node: ast.Break, env: Env) -> None:
         raise Left("break")
 
     def _run_Continue(self, node: ast.Continue, env: Env) -> None:
-        self.gradients.skips += 1
+        self.gradients.skips += self.loops[-1:] != [False]
         raise Left("continue")
 
     def _run_Return(self, node: ast.Return, env: Env) -> None:
         value = self.value(node.value, env) if node.value is not None else None
-        if not self.relevance.is_last(node):
+        if not self.relevance.is_last(node) and (not self.active or self.relevance.trains(self.active[-1])):
             self.gradients.skips += 1
         raise Left("return", value)
 
     def _run_Raise(self, node: ast.Raise, env: Env) -> None:
+        if node.exc is not None:
+            self.value(node.exc, env)  # `raise SystemExit(main())`
         raise Raised
 
     def _run_Try(self, node: ast.Try, env: Env) -> None:
@@ -237,6 +275,19 @@ def _loaded(target: ast.expr) -> ast.expr:
     if isinstance(target, ast.Subscript):
         return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
     return target
+
+
+def _tests_emptiness(test: ast.expr) -> bool:
+    """Whether a test asks if a number is 0 or less."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.LtE | ast.Lt | ast.Eq):
+        return False
+    limit = test.comparators[0]
+    return isinstance(limit, ast.Constant) and type(limit.value) is int and limit.value in {0, 1}
+
+
+def _counts(test: ast.expr) -> bool:
+    """Whether a test is about the length of something, which a run does not know: its loops are short."""
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "len" for n in ast.walk(test))
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "Test",
     "Unknown",
     "combined",
+    "is_module",
     "is_plain",
     "unknown",
 ]
@@ -41,6 +42,7 @@ _SAME = {
     **dict.fromkeys(("use_fp16", "enable_fp16", "is_fp16"), "fp16"),
     **dict.fromkeys(("use_bf16", "enable_bf16"), "bf16"),
 }  # fmt: skip  # fmt: skip
+_MODULES = {"torch.nn.Module", "torch.nn.modules.module.Module"}
 _SETTINGS = {"amp", "fp16", "bf16", *_SAME}
 
 
@@ -196,6 +198,7 @@ class Optimizer:
     models: frozenset[str] | None
     node: ast.AST | None = None
     sites: tuple[ast.AST, ...] = ()  # the calls around its creation
+    is_of_all: bool = True  # its models are all that it may have; not those that a function got which creates it
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     cleared_perhaps: int = 0  # the same, for models that may be its own under another name
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
@@ -227,6 +230,12 @@ class Entered:
 @dataclass(frozen=True)
 class NoGrad:
     """A region that records no graph."""
+
+
+def is_module(cls: Class) -> bool:
+    """Whether a class has no base outside the script but torch's Module."""
+    libraries = cls.libraries()
+    return bool(libraries) and all(isinstance(b, Library) and b.full in _MODULES for b in libraries)
 
 
 def is_plain(value: Any) -> bool:
