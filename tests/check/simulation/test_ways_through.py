@@ -156,3 +156,24 @@ def test_gradients_that_the_script_assigns_are_not_known(line, expected):
     """It may divide them by the scale itself."""
     clipped = CLIPPED.replace("    torch.nn", f"    for p in model.parameters():\n        {line}\n    torch.nn")
     assert codes(SETUP.format(before="pass") + clipped) == expected
+
+
+@pytest.mark.parametrize("positions", ["itertools.cycle(range(1, args.accumulate + 1))", "itertools.cycle([1, 2])"])
+def test_positions_within_a_window_repeat(positions):
+    """A loop over batches and positions starts a window where the position is 1 again, and not in between."""
+    text = f"""
+        import itertools
+        model = create(args)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        for (x, y), position in zip(loader, {positions}):
+            if position == 1:
+                optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = model(x, y) / args.accumulate
+            scaler.scale(loss).backward()
+            if position % {"args.accumulate" if "args" in positions else "2"} == 0:
+                scaler.step(optimizer)
+                scaler.update()
+        """
+    assert codes(text) == []

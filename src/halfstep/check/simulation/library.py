@@ -106,8 +106,8 @@ class Libraries(Decisions):
         """What a function or class of a library gives."""
         last = full.rpartition(".")[2]
         every = [*args, *kwargs.values()]
-        if "." not in full and hasattr(self, f"_builtin_{full}"):
-            return getattr(self, f"_builtin_{full}")(args, node)
+        if ("." not in full or full == "itertools.cycle") and hasattr(self, f"_builtin_{last}"):
+            return getattr(self, f"_builtin_{last}")(args, node)
         if full in ENDS:
             raise Stopped
         if last in {"GradScaler", "ShardedGradScaler"}:

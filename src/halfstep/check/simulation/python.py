@@ -59,7 +59,20 @@ class Python(Decisions):
     def _builtin_zip(self, args: list[Any], node: ast.AST) -> Any:
         if args and all(isinstance(a, list | tuple) for a in args):
             return list(zip(*args, strict=False))
-        return Unknown(self.path.fresh("zip"))
+        if any(isinstance(a, Negated | Test | Tensor) for a in args) or not args:
+            return Unknown(self.path.fresh("zip"))
+        return Partial("zip", [self._from_start(a) for a in args], {})
+
+    def _builtin_cycle(self, args: list[Any], node: ast.AST) -> Any:
+        if not args or args[0] in ([], (), range(0)):
+            return Unknown(self.path.fresh("cycle"))
+        return Partial("cycle", [args[0], self._from_start(args[0])], {})
+
+    def _from_start(self, value: Any) -> Any:
+        """A value to take elements from, one after the other."""
+        if isinstance(value, list | tuple | range):
+            return Partial("items", [value, 0], {})
+        return Partial(value.function, list(value.args), {}) if isinstance(value, Partial) else value
 
     def _builtin_isinstance(self, args: list[Any], node: ast.AST) -> Any:
         value = args[0] if args else None
@@ -210,7 +223,11 @@ class Python(Decisions):
                 yield self._element(value)
 
     def _is_over(self, value: Any) -> bool:
-        """Whether a run that has decided on the end of a range, by asking for the last step, is there."""
+        """Whether there are no more elements; the end of a range is known in a run that has asked for its last step."""
+        if isinstance(value, Partial) and value.function == "zip":
+            return any(map(self._is_over, value.args))
+        if isinstance(value, Partial) and value.function == "items":
+            return bool(value.args[1] >= len(value.args[0]))
         if not isinstance(value, Partial) or value.function != "range":
             return False
         end = self.resolved(value.args[1])
@@ -221,6 +238,15 @@ class Python(Decisions):
             count = value.args[1]
             value.args[1] = count + 1 if isinstance(count, int) else count
             return (count, self._element(value.args[0]))
+        if isinstance(value, Partial) and value.function == "zip":
+            return tuple(map(self._element, value.args))
+        if isinstance(value, Partial) and value.function == "items":
+            value.args[1] += 1
+            return value.args[0][value.args[1] - 1]
+        if isinstance(value, Partial) and value.function == "cycle":
+            if self._is_over(value.args[1]):
+                value.args[1] = self._from_start(value.args[0])
+            return self._element(value.args[1])
         if isinstance(value, Partial) and value.function == "range":
             first = value.args[0]
             if not isinstance(first, int):
