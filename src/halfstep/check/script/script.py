@@ -76,6 +76,7 @@ class Script:
     tree: ast.Module
     about: bool = True
     outline: Outline = field(default_factory=lambda: Outline(Function(ast.Module([], []), "<module>")))
+    is_assumed: bool = False  # a setting has one value: what the script does with the others is left out
 
     @cached_property
     def traces(self) -> tuple[Trace, ...]:

@@ -16,10 +16,12 @@ from halfstep.check.script.flow.order import earlier, is_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import Test, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, dtypes_of, text_of
+from halfstep.check.script.scaling.device_tests import Test, asks_for_cuda, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.scaling.elsewhere import bfloat16_by_default, enters_bfloat16
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -29,8 +31,9 @@ _NOT_FLOAT32 = regex(r"^([A-Za-z_][\w.]*) (?:!=|is not) (?:torch\.)?['\"]?(?:flo
 _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
-_OF_DEVICE = regex(r"device|cuda", re.IGNORECASE)
-_SWITCH = regex(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
+_OTHER_DEVICE = regex(r"^([\w.]+|str\([\w.]+\)) == '(cpu|mps|xpu)'$")
+_OF_DEVICE = regex(r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE)  # engines have a scaler of their own
+_SWITCH = regex(r"(^|[._])(use_|with_|enable_)?(amp|mixed_precision|autocast)(_enabled)?$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
 _FLOAT16 = regex(r"(?<!b)(float16|fp16)")
@@ -101,7 +104,7 @@ class ScalerWithBf16(ScriptRule):
         for scaler, region in self._idle_when_bf16(script):
             if scaler.key not in reported:
                 reported.add(scaler.key)
-                dtype = text_of(region.dtype_node)
+                dtype = _arm_with_bf16(script, region)
                 yield self.finding(
                     script.where(scaler.node),
                     f"when `{dtype}` ({script.at(region.node)}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
@@ -115,6 +118,14 @@ class ScalerWithBf16(ScriptRule):
                     script.where(scaler.node),
                     f"when `{dtype}` is bfloat16, the scaler is still enabled (`{scaler.enabled}`): it only costs time and skips steps",
                     instead=f"enabled={dtype} == torch.float16",
+                )
+            setting = bfloat16_by_default(script, scaler) if scaler.key not in reported else None
+            if setting is not None:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{setting[0]}` is bfloat16 by default ({script.at(setting[1])}), and the scaler is enabled whatever it is: in bfloat16 "
+                    "it only costs time and skips steps",
+                    instead=f"create it where {setting[0]} is float16",
                 )
         yield from self._passed_in(script)
 
@@ -166,7 +177,8 @@ class ScalerWithBf16(ScriptRule):
             creation = _creation(script, scaler)
             if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
                 continue
-            if scaler.enabled != "yes" and any(UNKNOWN in a.dtypes for a in either):
+            on_cuda = scaler.enabled == "yes" or _is_always_on_cuda(script, scaler)
+            if not (on_cuda or _SWITCH.search(scaler.enabled)) and any(UNKNOWN in a.dtypes for a in either):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
             flags = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
@@ -174,11 +186,11 @@ class ScalerWithBf16(ScriptRule):
             amp = _SWITCH.search(scaler.enabled) and not any(
                 _FORMAT.search(text_of(f)) for f in (*flags, *scaler.node.keywords)
             )
-            switches = {scaler.enabled, *map(text_of, flags)}
-            together = scaler.enabled == "yes" or all(_is_entered_with(script, a, switches) for a in either)
+            switches = _texts(script, scaler.enabled, scaler.function)
+            together = on_cuda or all(_is_entered_with(script, a, switches) for a in either)
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
-            # Replaced by None, or switched by a flag of its own; on another device it is another object.
+            # Replaced by None, or switched by a flag of its own; on another device, or for an engine, it is another object.
             is_only = len(values) == 1 or (
                 len(others) < len(values)
                 and all(_is_for_device(script, v) or _is_first_none(script, v) or _is_off(script, v) for v in others)
@@ -190,7 +202,7 @@ class ScalerWithBf16(ScriptRule):
     def idle(cls, script: Script) -> Iterator[Scaler]:
         """The scalers that certainly run in bfloat16; other rules do not report scalers that should be removed."""
         owned = framework_precisions(script) == {"bfloat16"}
-        if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
+        if not owned and script.autocasts and not any(a.dtype == "bfloat16" for a in script.autocasts):
             return
         if owned and not script.autocasts:
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
@@ -223,6 +235,8 @@ class ScalerWithBf16(ScriptRule):
             backward = next((i for i in earlier(trace, index, "backward") if trace[i].scaler == event.scaler), None)
             if backward is not None and trace[backward].scaled == "yes":
                 return ScalerWithBf16._in_bf16(script, trace, backward)
+        if enters_bfloat16(script, event):
+            return event.scaler.rsplit(".", 1)[-1]
         before = next(earlier(trace, index, "enter_autocast"), None)
         if before is not None and not trace[before].inside("no_grad"):
             regions = list(trace[before].regions[-1].autocasts)
@@ -269,6 +283,9 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     outline, node = script.outline, region.dtype_node
     function = region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
+    low = [v for v in values if not isinstance(v, ast.IfExp) and _names_bf16(script, v)]
+    if low and all(_is_without_cuda(script, v) for v in low):  # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
+        return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
     tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
     if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
         return False
@@ -276,6 +293,33 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
     tested = {part for switch in switches for part in switch.split(" and ")}
     return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
+
+
+def _is_without_cuda(script: Script, value: ast.expr) -> bool:
+    """Whether a value stands where the device is not CUDA."""
+    guards = conditions_of(script.outline, value)
+    return any(_ON_CUDA.search(g.text) if not g.is_true else _OTHER_DEVICE.search(g.text) for g in guards)
+
+
+def _is_always_on_cuda(script: Script, scaler: Scaler) -> bool:
+    """Whether a scaler asks for nothing but the device: `enabled=device.type == "cuda"`."""
+    tests = list(tests_of(script, scaler))
+    return bool(tests) and all(is_true and asks_for_cuda(test) for test, is_true in tests)
+
+
+def _texts(script: Script, flag: str, function: Function) -> set[str]:
+    """A flag, and the expressions that it is assigned: those of `amp` for `self.amp` after `self.amp = amp`."""
+    values = script.outline.values(flag, function) if flag.replace(".", "").isidentifier() else []
+    return {flag, *(text_of(value) for value in values if constant(value) is ...)}
+
+
+def _arm_with_bf16(script: Script, region: Autocast) -> str:
+    """The dtype of a region as written; of `dtype if amp else torch.float32`, the arm that may be bfloat16."""
+    node = region.dtype_node
+    while isinstance(node, ast.IfExp) and not (_names_bf16(script, node.body) or _names_bf16(script, node.orelse)):
+        is_body = "bfloat16" in dtypes_of(script.outline, node.body, region.function)
+        node = node.body if is_body else node.orelse
+    return text_of(node)
 
 
 def _is_documented(region: Autocast) -> bool:
@@ -316,7 +360,7 @@ def _enabled_when(scaler: Scaler) -> str:
 def _is_entered_with(script: Script, region: Autocast, switches: set[str]) -> bool:
     """Whether the flag of a scaler enables a region, or is the condition around it: `if use: with autocast(dtype): ...`."""
     around = {text for text, is_true in conditions_of(script.outline, region.node) if is_true}
-    return region.enabled in switches or bool(around & switches)
+    return bool((around | _texts(script, region.enabled, region.function)) & switches)
 
 
 def _is_first_none(script: Script, value: ast.expr) -> bool:

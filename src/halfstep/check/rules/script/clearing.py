@@ -295,7 +295,9 @@ class ClearedEveryMicroBatch(TraceRule):
         near = [e for e in trace if e.loops == event.loops and compatible(e, event)]
         steps = [e for e in near if e.kind in {"opt_step", "scaler_step"}]
         backs = [e for e in near if e.kind in _BACKWARDS]
-        if not event.loops or not steps or not backs or not _alternatives(backs) or is_trial(script, event):
+        # Several losses of one micro-batch, as of real and generated images, each divided by the number of micro-batches.
+        is_one = bool(backs) and (_alternatives(backs) or all(self._divisor(script, back) for back in backs))
+        if not event.loops or not steps or not is_one or is_trial(script, event):
             return None
         steps = [e for e in steps if compatible(e, backs[0])] or steps
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):

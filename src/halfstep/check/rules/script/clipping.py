@@ -1,4 +1,4 @@
-"""HS113, HS189: clipping that mixed precision leaves out, or that runs on every micro-batch."""
+"""HS113, HS604, HS189: clipping in one precision only, or on every micro-batch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import re
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.gradients import measures_only
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
     earlier,
+    is_amp,
     later,
     only_settings,
     scalers_at,
@@ -32,6 +33,7 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = ["RULES"]
 
 _CLIPS = regex(r"clip", re.IGNORECASE)
+_DEVICE = regex(r"cuda|gpu|device", re.IGNORECASE)
 _WINDOW_END = regex(r"sync|accum|step|batch|%", re.IGNORECASE)
 _OWN = regex(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
 _BRANCHES = """\
@@ -47,10 +49,10 @@ for x, y in loader:
         scaler.update()
     else:
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+{full}        optimizer.step()
 """
-_CURE = "        scaler.unscale_(optimizer)\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+_CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+_CURE = f"        scaler.unscale_(optimizer)\n{_CLIP}"
 
 
 class ClipOnlyWithoutAmp(TraceRule):
@@ -64,8 +66,8 @@ class ClipOnlyWithoutAmp(TraceRule):
         "precision the same command trains with another effective step, and a spike that would have been clipped changes the "
         "weights. The setting is ignored without a message."
     )
-    bad = (_BRANCHES.format(amp=""),)
-    good = (_BRANCHES.format(amp=_CURE),)
+    bad = (_BRANCHES.format(amp="", full=_CLIP),)
+    good = (_BRANCHES.format(amp=_CURE, full=_CLIP),)
     references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
     kinds = ("scaler_step",)
 
@@ -100,6 +102,53 @@ class ClipOnlyWithoutAmp(TraceRule):
             f"`{scaler}.step` uses gradients that are not clipped: `{clip.subject}` (line {line}) runs only without mixed precision",
             instead=f"call {scaler}.unscale_({optimizer}), then {clip.subject}, before this step",
         )
+
+
+class ClipOnlyWithAmp(TraceRule):
+    """Gradients are clipped only in the branch with mixed precision."""
+
+    code = "HS604"
+    name = "clip-only-with-amp"
+    severity = "warning"
+    reason = (
+        "The limit on the gradient norm is part of the optimizer's settings, not of mixed precision. Where only the branch with the scaler "
+        "applies it, the same command without mixed precision, or on a machine without CUDA, trains with unlimited steps, and a comparison "
+        "of the two precisions compares two optimizers."
+    )
+    bad = (_BRANCHES.format(amp=_CURE, full=""),)
+    good = (_BRANCHES.format(amp=_CURE, full=_CLIP), _BRANCHES.format(amp="", full=""))
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
+    kinds = ("opt_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A plain step without a clip, next to a branch with a scaler that clips."""
+        step = trace[index]
+        back = next(earlier(trace, index, "backward", "owned_backward"), None)
+        if back is None or trace[back].kind != "backward" or trace[back].scaled != "no" or step.inside("owned"):
+            return None
+        scaled = [e for e in trace if e.kind == "scaler_step" and e.optimizer == step.optimizer and e.loops == step.loops]
+        scaled = [e for e in scaled if _is_other_branch(e, step) and not switched_off(script, e)]
+        clips = [e for e in trace if e.kind == "clip" and not measures_only(e.node) and e.loops[:1] == step.loops[:1]]
+        unknown = _own_clips(script, clips, step) or _clips_otherwise(script, clips)
+        if not scaled or not clips or unknown or trace[back].function is not step.function:
+            return None
+        if not all(_is_other_branch(clip, step) and compatible(clip, scaled[0]) for clip in clips):
+            return None
+        clip = clips[0]
+        return self.finding(
+            script.where(step.node),
+            f"`{step.local.optimizer}.step` uses gradients that are not clipped: `{clip.subject}` ({script.at(clip.node)}) runs only with "
+            "mixed precision",
+            instead=f"call {clip.subject} before this step as well",
+        )
+
+
+def _is_other_branch(event: Event, step: Event) -> bool:
+    """Whether an event is where the scaler is used, in the other branch of a condition around a step."""
+    return any(
+        Guard(text, not is_true) in step.guards and (is_amp((text, is_true)) or _DEVICE.search(text))
+        for text, is_true in event.guards
+    )
 
 
 def _is_without_scaler(trace: Trace, clip: Event, step: Event) -> bool:
@@ -335,4 +384,4 @@ def _default(script: Script, node: ast.expr) -> object:
     return constant(argument(declared[0], None, "default")) if len(declared) == 1 else ...
 
 
-RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipEveryMicroBatch)
+RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipOnlyWithAmp, ClipEveryMicroBatch)

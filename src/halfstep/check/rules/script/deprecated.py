@@ -13,6 +13,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.unbound import is_bound
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Imported, chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS
@@ -319,8 +320,11 @@ def _other_uses(script: Script, names: set[str], mine: list[_Use]) -> bool:
     return False
 
 
+_CHOOSES = regex(r"dtype|^_?((use|enable)_(amp|fp16|bf16|autocast)|(use_)?mixed_precision|amp_enabled)$", re.IGNORECASE)
+
+
 class AmpNotImported(ScriptRule):
-    """A name of torch.amp is used without an import."""
+    """A name of torch.amp, or one that chooses a precision, is used and bound nowhere."""
 
     code = "HS117"
     name = "amp-not-imported"
@@ -333,8 +337,12 @@ class AmpNotImported(ScriptRule):
         "import torch\nscaler = GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n    scaler.scale(loss).backward()\n"
         "    scaler.step(optimizer)\n    scaler.update()\n".replace("    loss = model(x)\n", _REGION),
         "import torch\ndef evaluate(model, x):\n    with amp.autocast():\n        return model(x)\n",
+        "import torch\ndef evaluate(model, x, name):\n    with torch.autocast('cuda', dtype=DTYPES.get(name, torch.bfloat16)):\n"
+        "        return model(x)\n",
     )
     good = (
+        "import torch\nDTYPES = {'fp16': torch.float16}\ndef evaluate(model, x, name):\n"
+        "    with torch.autocast('cuda', dtype=DTYPES.get(name, torch.bfloat16)):\n        return model(x)\n",
         "import torch\nfrom torch.amp import GradScaler\nscaler = GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
         "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n".replace(
             "    loss = model(x)\n", _REGION
@@ -361,6 +369,24 @@ class AmpNotImported(ScriptRule):
                     f"`{parts[0]}` is not imported in this file: NameError",
                     instead=module,
                 )
+        yield from self._unbound_settings(script)
+
+    def _unbound_settings(self, script: Script) -> Iterator[Finding]:
+        """The first use of each variable named after a dtype or a switch of mixed precision that the file never binds."""
+        reads: dict[str, ast.Name] = {}
+        for node in all_nodes(script.tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and _CHOOSES.search(node.id):
+                reads.setdefault(node.id, node)
+            elif isinstance(node, ast.Global):
+                return  # another file may assign the variables of this one
+        for name, node in reads.items():
+            if is_bound(script, name, script.outline.module) or any(isinstance(n, ast.Try) for n in script.above(node)):
+                continue
+            yield self.finding(
+                script.where(node),
+                f"nothing in this file binds `{name}`: NameError",
+                instead=f"define or import {name}",
+            )
 
 
 RULES: tuple[type[Rule], ...] = (DeprecatedAmp, AmpNotImported)

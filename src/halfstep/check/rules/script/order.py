@@ -13,6 +13,7 @@ from halfstep.check.script.flow.gradients import (
     is_other_choice,
     is_trial,
     joins_unscaled,
+    may_lack_scaler,
     measures_only,
     scaled_alternatives,
     scaled_elsewhere,
@@ -171,7 +172,7 @@ class UnscaledBackward(TraceRule):
         step = trace[following]
         if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:
             return None
-        if switched_off(script, step) or scales_between(trace, index, following):
+        if switched_off(script, step) or scales_between(trace, index, following) or may_lack_scaler(script, step):
             return None
         scales = [trace[i] for i in earlier(trace, index, "scale")]
         if any(e.function is not event.function and not _is_used_up(script, e) for e in scales):

@@ -1,4 +1,4 @@
-"""HS133, HS138: precision options of the command line and flags that do not do what they say."""
+"""HS133, HS138, HS603: precision options of the command line and flags that do not do what they say."""
 
 from __future__ import annotations
 
@@ -328,4 +328,58 @@ class FlagIsTuple(ScriptRule):
             )
 
 
-RULES: tuple[type[Rule], ...] = (BooleanOption, FlagIsTuple)
+_PLAIN_FLAG = regex(
+    r"(use_?|enable_?|with_?|allow_?|do_?)?(torch_|native_|cuda_)?(amp|fp16|bf16|half|float16|bfloat16|tf32|fp8|autocast|mixed_?precision|half_?precision)"
+    r"(_training)?"
+)
+
+
+class InvertedOption(ScriptRule):
+    """An option that is named after a precision feature switches it off."""
+
+    code = "HS603"
+    name = "inverted-precision-option"
+    severity = "warning"
+    reason = (
+        "argparse gives an option with `action='store_false'` the default True: mixed precision is on without the option, and a run started "
+        "with `--use_amp` is in float32. Nothing says so: the loss looks right, and the run is slower and takes more memory than expected."
+    )
+    bad = (f"{_HEAD}parser.add_argument('--use_amp', action='store_false', help='use mixed precision')\n",)
+    good = (
+        f"{_HEAD}parser.add_argument('--no_amp', dest='use_amp', action='store_false')\n",
+        f"{_HEAD}parser.add_argument('--use_amp', action=argparse.BooleanOptionalAction, default=True)\n",
+        f"{_HEAD}parser.add_argument('--amp', dest='full_precision', action='store_false')\n",
+        f"{_HEAD}parser.add_argument('--amp', dest='fp32_only', action='store_false')\n",
+    )
+    references = (f"{_ARGPARSE}#action",)
+    words = BooleanOption.words
+    lines = ("store_false",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Options that store False under the name of a feature."""
+        for call, flag, name in Options(script).declared:
+            flags = [str(constant(a)).lstrip("-").replace("-", "_").lower() for a in call.args]
+            if not all(_PLAIN_FLAG.fullmatch(f) for f in flags if len(f) > 2) or not _PLAIN_FLAG.fullmatch(name.lower()):
+                continue
+            if _stored(call) is not False or _default(script, call) is False or _is_negated(script, name):
+                continue
+            yield self.finding(
+                script.where(call),
+                f"`{flag}` switches `{name}` off: without the option it is on",
+                instead=f"--no-{name.replace('_', '-')} with dest='{name}', or action=argparse.BooleanOptionalAction with default=True",
+            )
+
+
+def _is_negated(script: Script, name: str) -> bool:
+    """Whether the script uses the opposite of an option as a value: `enabled=not args.amp`."""
+    return any(
+        isinstance(n, ast.UnaryOp)
+        and isinstance(n.op, ast.Not)
+        and isinstance(n.operand, ast.Attribute)
+        and n.operand.attr == name
+        and isinstance(script.outline.parents.get(n), (ast.keyword, ast.Assign, ast.Call))
+        for n in all_nodes(script.tree)
+    )
+
+
+RULES: tuple[type[Rule], ...] = (BooleanOption, FlagIsTuple, InvertedOption)

@@ -36,8 +36,8 @@ from halfstep.check.script.scaling.records import omitted_by_record
 from halfstep.check.script.scaling.scaler_condition import (
     is_always_float16,
     is_chosen_elsewhere,
+    is_entered_without,
     is_other_switch,
-    is_wider,
     omitted_float16,
 )
 from halfstep.check.script.script import Script
@@ -254,7 +254,7 @@ class Fp16WithoutScaler(TraceRule):
         regions = opened.regions[-1].autocasts
         if is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
-        if not all(a.enabled == "yes" or is_wider(script, a.enabled, g.text, event) for a in regions for g in decisive):
+        if not all(is_entered_without(script, a, g, event, scaled) for a in regions for g in decisive):
             return None
         condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
         return self.finding(

@@ -46,4 +46,4 @@ def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> 
             return None
         outline = read_outline(tree, text, words)
     write_in_place(outline)
-    return Script(script.source, script.settings, tree, outline=outline)
+    return Script(script.source, script.settings, tree, outline=outline, is_assumed=True)

@@ -27,7 +27,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = [
     "backward_of_other_branch",
@@ -37,6 +37,7 @@ __all__ = [
     "is_other_choice",
     "is_trial",
     "joins_unscaled",
+    "may_lack_scaler",
     "measured_when",
     "measures_only",
     "moves_gradients",
@@ -76,6 +77,13 @@ _COMMON = {
     "CFG",
     "hps",
 }
+
+
+def may_lack_scaler(script: Script, step: Event) -> bool:
+    """Whether a step is for the case that another file passes a scaler, which may depend on the one setting that is assumed."""
+    if not script.is_assumed or script.has("scale") or script.scalers_named(step.scaler):
+        return False
+    return any(g.is_true and last_name(g.text) == last_name(step.local.scaler) for g in step.local.guards)
 
 
 def measures_only(call: ast.AST) -> bool:

@@ -151,11 +151,14 @@ def repeats(event: Event) -> bool:
 
 
 def rebound_between(script: Script, a: Event, b: Event) -> bool:
-    """Whether a variable that only `b` tests is assigned after `a`: `done = True` and, later, `if not done:`."""
-    lines = range(getattr(a.node, "lineno", 0), getattr(b.node, "lineno", 0) + 1)
-    names = {name for guard in b.guards if guard not in a.guards for name in _NAME.findall(guard.text)}
-    bindings = [x for name in names for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
-    return any(x.function is b.function and getattr(x.node, "lineno", 0) in lines for x in bindings)
+    """Whether a variable that `b` tests is assigned after `a`: `done = True` and, later, `if not done:`, whether or not `a` tests it."""
+    first, last = getattr(a.node, "lineno", 0), getattr(b.node, "lineno", 0)
+    for guard in b.guards:
+        lines = range(first + (guard in a.guards), last + 1)
+        bindings = [x for name in _NAME.findall(guard.text) for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+        if any(x.function is b.function and getattr(x.node, "lineno", 0) in lines for x in bindings):
+            return True
+    return False
 
 
 def is_setting(script: Script, guard: Guard, event: Event) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
@@ -21,8 +22,8 @@ __all__ = [
     "Omission",
     "is_always_float16",
     "is_chosen_elsewhere",
+    "is_entered_without",
     "is_other_switch",
-    "is_wider",
     "omitted_float16",
     "spares_half_weights",
 ]
@@ -84,7 +85,18 @@ def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Func
     return all(text_of(name).startswith("torch.") for name in named) and has_half != is_equal
 
 
-def is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
+def is_entered_without(script: Script, region: Autocast, guard: Guard, event: Event, scaled: Sequence[Event]) -> bool:
+    """Whether a region is enabled also where the loss of another branch is not scaled, because of a guard."""
+    if region.enabled != "yes":
+        return _is_wider(script, region.enabled, guard.text, event)
+    # `AMP = True` enables the region, and also decides the guard, or the scaler that it tests.
+    enabled = argument(region.node, 2 if region.api == "torch.amp.autocast" else 0, "enabled")
+    flag = (ast.get_source_segment(script.source.text, enabled) or "") if enabled is not None else ""
+    made = [text_of(node) for e in scaled for s in scalers_at(script, e) for node in (s.node, s.parent)]
+    return not flag or not any(re.search(rf"(?<![\w.]){re.escape(flag)}(?![\w.])", t) for t in (guard.text, *made))
+
+
+def _is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
     """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
     # A part that is true wherever the event happens decides nothing: `scaler = GradScaler() if amp and D else None` below `if D:`.
     open_parts = [part for part in scaler.split(" and ") if Guard(part, is_true=True) not in event.guards]

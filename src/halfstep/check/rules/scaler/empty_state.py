@@ -1,0 +1,154 @@
+"""HS601: the empty state of a disabled scaler, loaded into an enabled one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.checkpoint import DOCS, once
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import is_amp, scalers_at
+from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.values import UNKNOWN, Scaler, argument, constant, text_of
+from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of, last_name
+
+__all__ = ["RULES"]
+
+_CHECKPOINT = r"\w*(ckpt|checkpoint|ckp|resume|state|saved)\w*"
+# The settings of the run that is resumed: `args = checkpoint["args"]`, `Namespace(**checkpoint["args"])`, `checkpoint["args"].amp`.
+_SETTINGS = regex(rf"(args|cfg|conf|config|hparams|opts?)\b.*=.*\b{_CHECKPOINT}(\[|\.get\()|\b{_CHECKPOINT}\[['\"](args|cfg|config|opt)['\"]\]\.")
+_OF_HARDWARE = regex(r"is_available|is_bf16_supported|capability|device|cuda")
+_RESUME = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+if args.resume:
+    checkpoint = torch.load(args.resume)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    {load}
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=args.amp):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({{"optimizer": optimizer.state_dict(), "scaler": {state}}}, path)
+"""
+_LOAD = 'scaler.load_state_dict(checkpoint["scaler"])'
+
+
+class EmptyScalerState(ScriptRule):
+    """A run without mixed precision saves an empty scaler state, which raises where mixed precision loads it."""
+
+    code = "HS601"
+    name = "empty-scaler-state"
+    severity = "advice"
+    reason = (
+        "The state of a GradScaler with enabled=False is {}. An enabled scaler that loads it raises RuntimeError: The source state dict is "
+        "empty, possibly because it was saved from a disabled instance of GradScaler. So the checkpoint of a run without mixed precision "
+        "cannot be resumed with it. A test like `'scaler' in checkpoint` or `is not None` does not help: the entry is there. In the "
+        "other direction a disabled scaler ignores what it loads."
+    )
+    bad = (_RESUME.format(load=_LOAD, state="scaler.state_dict()"),)
+    good = (
+        _RESUME.format(load=f'if checkpoint["scaler"]: {_LOAD}', state="scaler.state_dict()"),
+        _RESUME.format(
+            load=f'if checkpoint["scaler"] is not None: {_LOAD}', state="scaler.state_dict() if args.amp else None"
+        ),
+    )
+    references = (DOCS, "measured: GradScaler.load_state_dict of torch 2.13")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Scalers that a setting enables, whose state is saved without it and loaded whatever it is."""
+        if _SETTINGS.search(script.source.text):
+            return
+        saved = [e for e in once(script.events("save_scaler")) if not any(map(is_amp, _guards(script, e)))]
+        for load in once(script.events("load_scaler")):
+            scalers = scalers_at(script, load)
+            if len(scalers) != 1 or not _is_optional(script, scalers[0]) or _is_checked(script, load):
+                continue
+            own = [e for e in saved if last_name(e.scaler) == last_name(load.scaler)]
+            if not own or not _is_same_entry(script, load, own):
+                continue
+            state = text_of(argument(load.node, 0, "state_dict") if isinstance(load.node, ast.Call) else None)
+            flag = scalers[0].enabled
+            yield self.finding(
+                script.where(load.node),
+                f"a run without `{flag}` saves {{}} ({script.at(own[0].node)}): resumed with it, this raises RuntimeError",
+                instead=f"if {state}: {load.local.scaler}.load_state_dict({state})",
+            )
+
+
+def _guards(script: Script, event: Event) -> tuple[tuple[str, bool], ...]:
+    return (*event.guards, *conditions_of(script.outline, event.node))
+
+
+def _is_optional(script: Script, scaler: Scaler) -> bool:
+    """Whether a setting enables a scaler that is there with and without it; the hardware of a run seldom changes."""
+    flag = argument(scaler.node, None, "enabled")
+    if flag is None or scaler.enabled in {"yes", "no", UNKNOWN} or scaler.enabled not in text_of(flag):
+        return False
+    return not all(asks_for_cuda(test) or _OF_HARDWARE.search(text_of(test)) for test in _tests(script, scaler))
+
+
+def _tests(script: Script, scaler: Scaler) -> Iterator[ast.expr]:
+    """What must be true where a scaler is enabled, with the calls that variables are assigned."""
+    for test, _ in tests_of(script, scaler):
+        values = script.outline.values(key_of(test), scaler.function) if key_of(test) else []
+        yield from values or [test]
+
+
+def _is_checked(script: Script, load: Event) -> bool:
+    """Whether a scaler only loads a state that is not empty, or the error is caught."""
+    call = load.node
+    state = argument(call, 0, "state_dict") if isinstance(call, ast.Call) else None
+    if state is None or not (key_of(state) or _entry_name(state)) or any(isinstance(n, ast.Try) for n in script.above(call)):
+        return True
+    tests = [n.test for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp))]
+    parts = [p for test in tests for p in (test.values if isinstance(test, ast.BoolOp) else [test])]
+    names = {text_of(state), _entry_name(state) or text_of(state)}
+    others = [p for p in parts if not isinstance(p, ast.Compare) or "len(" in text_of(p) or "{}" in text_of(p)]
+    if any(name in text_of(part) for part in others for name in names):
+        return True
+    owner = re.split(r"\W", text_of(state))[0]
+    if any(is_amp((text_of(p), True)) and owner in text_of(p) and " in " not in text_of(p) for p in tests):
+        return True  # `if checkpoint["amp"] and args.amp:`
+    # `if not state: return`
+    return bool(re.search(rf"\bnot\s+{re.escape(text_of(state))}\s*(:|and|or)", script.source.text))
+
+
+def _is_same_entry(script: Script, load: Event, saved: list[Event]) -> bool:
+    """Whether what is loaded was saved here: the entry of the same name, or a file of its own."""
+    state = argument(load.node, 0, "state_dict") if isinstance(load.node, ast.Call) else None
+    name = _entry_name(state)
+    if name:
+        return name in {_saved_as(script, event.node) for event in saved}
+    values = script.outline.values(key_of(state), load.function)
+    return bool(values) and all(isinstance(v, ast.Call) and text_of(v.func) == "torch.load" for v in values)
+
+
+def _entry_name(state: ast.expr | None) -> str:
+    """`scaler` of `checkpoint["scaler"]` and of `checkpoint.get("scaler")`; "" for anything else."""
+    if isinstance(state, ast.Subscript):
+        return str(constant(state.slice)) if isinstance(constant(state.slice), str) else ""
+    is_get = isinstance(state, ast.Call) and isinstance(state.func, ast.Attribute) and state.func.attr == "get"
+    return str(constant(state.args[0])) if is_get and isinstance(state, ast.Call) and state.args else ""
+
+
+def _saved_as(script: Script, node: ast.AST) -> str:
+    """The name of the entry that a state is saved as, in a dictionary, as a keyword or by an assignment."""
+    parent = script.outline.parents.get(node)
+    if isinstance(parent, ast.Dict):
+        return next((str(constant(k)) for k, v in zip(parent.keys, parent.values, strict=True) if v is node), "")
+    if isinstance(parent, ast.keyword):
+        return parent.arg or ""
+    return _entry_name(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
+
+
+RULES: tuple[type[Rule], ...] = (EmptyScalerState,)
