@@ -70,7 +70,9 @@ class _Flags:
         value = _unwrapped(value)
         if isinstance(value, ast.Compare):
             chosen = value.comparators[0]
-            is_choice = isinstance(value.ops[0], ast.Eq) and isinstance(chosen, ast.Constant) and "16" in str(chosen.value)
+            is_choice = (
+                isinstance(value.ops[0], ast.Eq) and isinstance(chosen, ast.Constant) and "16" in str(chosen.value)
+            )
             return len(value.ops) == 1 and is_choice and self.is_offered(value.left)
         key, owner = _read(value)
         if not _FLAG.search(key):
@@ -86,7 +88,9 @@ class _Flags:
         """Whether a value comes from the user: `self.fp16 = fp16` in the constructor, `self.fp16 = options.get("fp16")`."""
         value = _unwrapped(value)
         key, owner = _read(value)
-        return bool(_FLAG.search(key)) and (self._is_parameter(value) if owner is None else not isinstance(value, ast.Attribute))
+        return bool(_FLAG.search(key)) and (
+            self._is_parameter(value) if owner is None else not isinstance(value, ast.Attribute)
+        )
 
     def _is_parameter(self, value: ast.expr) -> bool:
         """Whether a name is a parameter of the function around it, which does not assign to it."""
@@ -173,7 +177,12 @@ def _read(value: ast.expr) -> tuple[str, ast.expr | None]:
         return value.attr, value.value
     if isinstance(value, ast.Subscript):
         return str(getattr(value.slice, "value", "")), value.value
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get" and value.args:
+    if (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr == "get"
+        and value.args
+    ):
         return str(getattr(value.args[0], "value", "")), value.func.value
     if isinstance(value, ast.Call) and key_of(value.func) == "getattr" and len(value.args) > 1:
         return str(getattr(value.args[1], "value", "")), value.args[0]

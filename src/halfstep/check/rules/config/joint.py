@@ -162,7 +162,11 @@ class TrainerMismatch(JointRule):
         same = micro is not None and isinstance(micro.value, Scalar) and micro.value.text == entry.value.text != ""
         problem = ""
         if total is not None and size is not None and factor is not None and size * factor > 0:
-            problem = f"is no multiple of {size:g} per device x {factor:g} accumulation steps" if total % (size * factor) else ""
+            problem = (
+                f"is no multiple of {size:g} per device x {factor:g} accumulation steps"
+                if total % (size * factor)
+                else ""
+            )
         elif total is None and _PER_DEVICE.search(entry.value.text):
             problem = "is divided by the number of devices, but it is the size of all devices together"
         elif total is None and same and factor is not None and factor > 1:

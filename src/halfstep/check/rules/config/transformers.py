@@ -66,7 +66,9 @@ class Fp16AndBf16(TrainerRule):
         _FLAGS.format(fp16="args.fp16", bf16="True"),
         _FLAGS.format(fp16="config.get('fp16', False)", bf16="torch.cuda.is_bf16_supported(including_emulation=False)"),
         _FLAGS.format(fp16="True", bf16="args.bf16"),
-        _FLAGS.format(fp16="args.precision == 'fp16'", bf16="args.bf16 or torch.cuda.is_bf16_supported(including_emulation=False)"),
+        _FLAGS.format(
+            fp16="args.precision == 'fp16'", bf16="args.bf16 or torch.cuda.is_bf16_supported(including_emulation=False)"
+        ),
         _CHOSEN.format(test="config.bf16 is None"),
     )
     good = (
@@ -87,10 +89,10 @@ class Fp16AndBf16(TrainerRule):
             for chosen, other in ((first, second), (second, first)):
                 if {offered(chosen), on_by_itself(other)} <= config.script and (entry := config.entry(chosen)):
                     where = "" if config.value(other) is True else " on a GPU with the format"
-                    message = (
-                        f"`{other}` stays true{where} where `{_text(config, chosen)}` is true; TrainingArguments raises a ValueError."
+                    message = f"`{other}` stays true{where} where `{_text(config, chosen)}` is true; TrainingArguments raises a ValueError."
+                    yield self.finding(
+                        config.where(entry), message, instead=f"Make `{other}` false where `{chosen}` is true."
                     )
-                    yield self.finding(config.where(entry), message, instead=f"Make `{other}` false where `{chosen}` is true.")
             entry = config.entry(second)
             if entry and _is_on_gpu(config, first) and (config.value(second) is True or _asks_gpu(config, second)):
                 where = "" if config.value(second) is True else "on a GPU with bfloat16 "
