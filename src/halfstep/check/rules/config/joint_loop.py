@@ -230,10 +230,10 @@ class AutocastAroundEngine(JointRule):
         _IF_ASKED,
     )
     good = (
-        _IF_ASKED.replace("    with context:\n        loss", "    if True:\n        loss"),
         script_with("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
         script_with(BF16, 2, _RIGHT),
         _BY_SETTING.replace("torch.autocast('cuda', dtype=torch.bfloat16)", "nullcontext()"),
+        _IF_ASKED.replace("    with context:\n        loss", "    if True:\n        loss"),
     )
     references = (
         "https://www.deepspeed.ai/docs/config-json/",

@@ -98,12 +98,12 @@ class AccumulatedTwice(ScriptRule):
         _PARTS.format(divided=" / max(len(parts), 1)"),
     )
     good = (
-        _PARTS.format(divided=""),
-        _PARTS.format(divided=" / len(parts)").replace("args.parts", "1"),
         _ACCELERATE.format(divided=""),
         _DEEPSPEED.format(divided="", step=_STEP),
         _DEEPSPEED.format(divided="", step=_STEP),
         _NESTED.format(after=f"    {_STEP}"),
+        _PARTS.format(divided=""),
+        _PARTS.format(divided=" / len(parts)").replace("args.parts", "1"),
     )
     references = (
         "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",

@@ -246,11 +246,11 @@ class QuantizationNotPassed(ScriptRule):
         _METHOD.format(test="memory <= 8"),
     )
     good = (
-        _METHOD.format(test='args.method == "qlora"'),
-        _METHOD.format(test='args.method.startswith("q") or "qlora" in args.method'),
         _LOADED.format(dtype="torch.bfloat16"),
         _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False, load_in_8bit=True"),
         _LOADED.format(dtype="6.0").replace("4bit=True, bnb_4bit_compute_dtype", "8bit=True, llm_int8_threshold"),
+        _METHOD.format(test='args.method == "qlora"'),
+        _METHOD.format(test='args.method.startswith("q") or "qlora" in args.method'),
     )
     references = (_BNB, "https://github.com/huggingface/transformers/issues/35581")
     words = ("bnb_8bit_",)

@@ -223,8 +223,8 @@ def _switches_on(outline: Outline, call: ast.Call) -> bool:
         statement = outline.parents.get(statement)
     block = outline.parents.get(statement) if statement is not None else None
     parameter = key_of(call.func.value).removesuffix(".data") if isinstance(call.func, ast.Attribute) else ""
-    beside = next((b for b in (getattr(block, "body", ()), getattr(block, "orelse", ())) if statement in b), ())
-    written = {ast.unparse(s) for s in beside if isinstance(s, (ast.Assign, ast.Expr))}
+    neighbours = next((b for b in (getattr(block, "body", ()), getattr(block, "orelse", ())) if statement in b), ())
+    written = {ast.unparse(s) for s in neighbours if isinstance(s, (ast.Assign, ast.Expr))}
     forms = (f"{parameter}.requires_grad = True", f"{parameter}.requires_grad_()", f"{parameter}.requires_grad_(True)")
     return bool(parameter) and not written.isdisjoint(forms)
 
