@@ -794,3 +794,32 @@ def test_the_name_of_a_context_is_no_sign_of_master_weights(name, expected):
         "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
     )
     assert [f.code for f in findings(text, "HS151")] == expected
+
+
+ENABLED = """import torch
+model = Net.from_pretrained(name, torch_dtype=torch.bfloat16)
+for name, p in model.named_parameters():
+    if any(part in name for part in trained):
+        {enabled}
+        p.data = p.data.to({dtype})
+    else:
+        p.requires_grad = False
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "lines"),
+    [
+        ("p.requires_grad = True", "torch.bfloat16", [6]),
+        ("p.requires_grad_(True)", "torch.bfloat16", [6]),
+        ("p.requires_grad = True", "torch.float32", []),
+        ("other.requires_grad = True", "torch.bfloat16", []),
+    ],
+)
+def test_a_cast_next_to_the_switch_for_gradients_is_of_a_trained_parameter(enabled, dtype, lines):
+    """The loop chooses what is trained, and casts it."""
+    assert [f.line for f in findings(ENABLED.format(enabled=enabled, dtype=dtype), "HS151")] == lines

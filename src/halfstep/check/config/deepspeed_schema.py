@@ -46,6 +46,8 @@ PARENT_BLOCK: dict[str, str] = {
     **{key: "zero_optimization" for key in _ZERO if key not in {"elastic_checkpoint", "zenflow", "leaf_module"}},
     **{key: "fp16" for key in BLOCKS["fp16"] if key not in {"enabled", "auto_cast"}},
     "grad_accum_dtype": "data_types",
+    **{f"{end}_train_micro_batch_size_per_gpu": "autotuning" for end in ("min", "max")},
+    "num_tuning_micro_batch_sizes": "autotuning",
     "max_grad_norm": "",  # in no block: DeepSpeed's name for it is the top-level gradient_clipping
 }
 

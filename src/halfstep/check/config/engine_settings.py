@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from halfstep.check.config.joint import Use
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["casts_entered", "is_engine_at"]
+__all__ = ["casts_entered", "is_engine_at", "is_engine_if_asked"]
 
 
 def casts_entered(use: Use, context: ast.expr, block: ast.With) -> list[ast.Call]:
@@ -19,9 +19,35 @@ def casts_entered(use: Use, context: ast.expr, block: ast.With) -> list[ast.Call
     options: list[ast.expr] = [context]
     if isinstance(context, ast.Name) and use.engines is not None:
         assigned = [n for n in use.nodes if isinstance(n, ast.Assign) and key_of(n.targets[0]) == context.id]
-        options = [n.value for n in assigned if use.engines.scope(n) is use.engines.scope(block)]
+        here = [n for n in assigned if use.engines.scope(n) is use.engines.scope(block)]
+        shared = [n for n in assigned if use.engines.scope(n) is None]  # a variable of the module
+        options = [arm for n in here or shared for arm in _arms(n.value)]
     calls = [o for o in options if isinstance(o, ast.Call)]
     return [c for c in calls if use.names.full(c.func) in {"torch.amp.autocast", "torch.cuda.amp.autocast"}]
+
+
+def _arms(value: ast.expr) -> list[ast.expr]:
+    """A value, or the two of `autocast(...) if dtype else nullcontext()`."""
+    return [*_arms(value.body), *_arms(value.orelse)] if isinstance(value, ast.IfExp) else [value]
+
+
+def is_engine_if_asked(use: Use, cast: ast.AST, block: ast.With, name: str) -> bool:
+    """Whether a model that only some runs turn into an engine is called here in those runs too: `if use_deepspeed: model.backward(loss)`."""
+    if use.engines is None or name not in use.engines.visible(block):
+        return False
+    around = [parent for node in (cast, block) for parent in _above(use, node)]
+    if any(isinstance(n, ast.If) and "deepspeed" in ast.unparse(n.test).lower() for n in around):
+        return False
+    return any(
+        call.args and use.engines.scope(call) is use.engines.scope(block) for call in use.calls("backward", name)
+    )
+
+
+def _above(use: Use, node: ast.AST) -> Iterator[ast.AST]:
+    parents = use.engines.parents if use.engines is not None else {}
+    while (parent := parents.get(node)) is not None:
+        yield parent
+        node = parent
 
 
 def is_engine_at(use: Use, node: ast.AST, name: str) -> bool:

@@ -95,6 +95,9 @@ def _sources(value: ast.expr, definitions: _Definitions, depth: int) -> Iterator
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and node.value is not None:
                     yield from _returned(node.value, function, definitions.literals)
+    elif isinstance(value, (ast.IfExp, ast.BoolOp)):
+        for arm in (value.body, value.orelse) if isinstance(value, ast.IfExp) else value.values:
+            yield from _sources(arm, definitions, depth - 1)
     elif name := ".".join(chain(value)):
         for bound in definitions.values.get(name, ()):
             if definitions.literals.is_block(bound):

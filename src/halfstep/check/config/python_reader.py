@@ -18,6 +18,7 @@ from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.classes import class_configs
 from halfstep.check.config.config import Config
 from halfstep.check.config.fitting import facts_around
+from halfstep.check.config.flags import flag_facts
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of, subscript
 from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
@@ -173,7 +174,8 @@ class _Finder:
         full = self.names.full(call.func)
         last = full.rpartition(".")[2]
         if self._is_trainer_class(call.func):
-            yield self._keywords("transformers", call, last or "TrainingArguments")
+            config = self._keywords("transformers", call, last or "TrainingArguments")
+            yield replace(config, script=self.script | flag_facts(call, self.nodes, self.names))
             yield from self._changed_options(call, last or "TrainingArguments")
         elif self._is_lightning(call):
             yield from self._lightning(call, last)

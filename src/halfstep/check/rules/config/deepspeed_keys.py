@@ -48,6 +48,7 @@ class UnknownKeyInBlock(DeepSpeedRule):
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16}}',
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "loss_scale_windows": 1000}}',
+        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "auto_cast": true}}',
         '{"zero_optimization": {"stage": 3, "stage3_max_live_paramters": 1e9}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_size": 1e8}}}',
     )
@@ -143,9 +144,11 @@ class MisplacedKey(DeepSpeedRule):
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "max_grad_norm": 1.0\n}',
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "weight_decay": 0.01}}',
         '{"zero_optimization": {"stage": 3}, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "max_train_micro_batch_size_per_gpu": 64}',
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}',
+        '{"zero_optimization": {"stage": 2}, "autotuning": {"enabled": true, "max_train_micro_batch_size_per_gpu": 64}}',
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "no_decay": ["bias"]}}',
     )
     references = (_DOCS,)
@@ -200,6 +203,8 @@ class IgnoredKey(DeepSpeedRule):
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "disable_fused_adam": true}',
+        '{"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "steps_per_print": 10, "verbose": false,\n'
+        ' "silent_mode": true, "min_train_micro_batch_size_per_gpu": 1}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "monitor_config": {"wandb": {"enabled": true}}}',
     )
     good = (

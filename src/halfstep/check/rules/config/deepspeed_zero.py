@@ -19,6 +19,7 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_WHOLE = ("zero_optimization", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
 _INFERENCE = regex(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file or a variable
 _REFERENCE = regex(r"(^|_)ref(erence)?(_|$)|teacher", re.IGNORECASE)  # in the name of a variable
 _ASSIGNED = regex(r"(\w+)(?:: [\w\[\], ]+)? = \Z")
@@ -297,9 +298,16 @@ class ClippingByDefault(DeepSpeedRule):
         ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}',
         "import deepspeed\n\nds_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 2}, 'fp16': {'enabled': True}}\n"
         "engine = deepspeed.initialize(model=model, config=ds_config)[0]\nengine.backward(loss)\n",
+        '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+        ' "zero_optimization": {"stage": 2}}',
+        "from transformers import Trainer, TrainingArguments\n\ndef options(steps):\n    return {'train_batch_size': 'auto', 'bf16': {'enabled': True},\n"
+        "        'gradient_accumulation_steps': steps, 'zero_optimization': {'stage': 2}}\n\n"
+        "args = TrainingArguments('out', bf16=True, gradient_accumulation_steps=steps, deepspeed=options(steps) if sharded else None)\n"
+        "Trainer(model, args).train()\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
+        '{"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}',
         '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
         ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}',
         "import deepspeed\n\nds_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 3}, 'bf16': {'enabled': True}}\n"
@@ -331,7 +339,10 @@ class ClippingByDefault(DeepSpeedRule):
         )
         trains = trains or (named and has_batch and num_keys >= _SHORT)  # in float32
         # A short file is often a part that a program completes; it is reported only for a known release.
-        is_whole = num_keys >= _COMPLETE or (config.origin == "deepspeed.initialize" and trains)
+        is_whole = num_keys >= _COMPLETE or (config.origin not in {"", "a dictionary"} and trains)
+        # A file with ZeRO and everything about the batch leaves nothing to the program but the values of "auto".
+        is_whole |= not config.origin and all(key in config.root for key in _WHOLE)
+        trains |= is_whole and deepspeed.has_auto
         if (changed and trains) or (changed is None and has_batch and is_whole):
             message = (
                 "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "

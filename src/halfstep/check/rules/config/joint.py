@@ -11,6 +11,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
 from halfstep.check.config.joint import JointRule, Use
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.syntax.names import key_of
 from halfstep.precision.node import Entry, Items, Scalar
@@ -32,8 +33,17 @@ def script_with(mode: str, stage: int, body: str, more: str = "", loop: str = LO
     return f"{_HEAD}{config}{loop}{body}"
 
 
+_PER_DEVICE = regex(r"/\s*\(?[\w.]*(?:world_size|n(?:um)?_?gpus?|num_devices|device_count|gpu_count)\b")
 FP16 = "    'fp16': {'enabled': True},\n"
 BF16 = "    'bf16': {'enabled': True},\n"
+
+
+_SIZES = (
+    "from transformers import Trainer, TrainingArguments\n\nargs = TrainingArguments(\n    'out',\n    per_device_train_batch_size={size},\n"
+    "    gradient_accumulation_steps={steps},\n    bf16=True,\n    deepspeed={{\n        'train_batch_size': {total},\n"
+    "        'gradient_accumulation_steps': {steps},\n        'gradient_clipping': 1.0,\n        'zero_optimization': {{'stage': 2}},\n"
+    "        'bf16': {{'enabled': True}},\n        'data_types': {{'grad_accum_dtype': 'fp32'}},\n    }},\n)\nTrainer(model, args).train()\n"
+)
 
 
 class PipelineWithZero(JointRule):
@@ -80,12 +90,17 @@ class TrainerMismatch(JointRule):
         "    deepspeed={'zero_optimization': {'stage': 2}, 'fp16': {'enabled': True}},\n)\n",
         "from transformers import TrainingArguments\n\nargs = TrainingArguments(\n    'out',\n    learning_rate=1e-4,\n"
         "    deepspeed={'zero_optimization': {'stage': 2}, 'optimizer': {'type': 'AdamW', 'params': {'lr': 3e-4}}},\n)\n",
+        _SIZES.format(total="64 // num_devices", size="size", steps="steps"),
+        _SIZES.format(total=8, size=16, steps=1),
+        _SIZES.format(total="args.batch", size="args.batch", steps=4),
     )
     good = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments(\n    'out',\n    bf16=True,\n"
         "    deepspeed={'zero_optimization': {'stage': 2}, 'bf16': {'enabled': True}},\n)\n",
         "from transformers import TrainingArguments\n\nargs = TrainingArguments(\n    'out',\n    bf16=True,\n"
         "    deepspeed={'zero_optimization': {'stage': 2}, 'bf16': {'enabled': 'auto'}},\n)\n",
+        _SIZES.format(total=64, size=8, steps=2),
+        _SIZES.format(total="size * steps * world_size", size="size", steps="steps"),
     )
     references = (
         "https://huggingface.co/docs/transformers/deepspeed",
@@ -113,6 +128,7 @@ class TrainerMismatch(JointRule):
             named = trainer.entry("deepspeed")
             if named is None or not _names(named.value, config, use):
                 continue
+            yield from self._batch(config, trainer)
             mismatches: dict[Entry | None, list[str]] = {}  # by the argument that is set; None: a default
             for path, deepspeed_value, argument, default in self._compared(config, trainer):
                 trainer_value, entry = trainer.value(argument), trainer.entry(argument)
@@ -133,6 +149,34 @@ class TrainerMismatch(JointRule):
                 message = f"{'; '.join(parts)}. The Trainer raises a ValueError."
                 instead = 'Make them equal, or set "auto" in the configuration.'
                 yield self.finding(place, message, instead=instead, severity=None if trains else "warning")
+
+    def _batch(self, config: Config, trainer: Config) -> Iterator[Finding]:
+        """A `train_batch_size` that is not the product of the Trainer's size per device, its steps and the number of devices."""
+        entry = config.entry("train_batch_size")
+        if entry is None or not isinstance(entry.value, Scalar) or trainer.entry("auto_find_batch_size") is not None:
+            return
+        total = config.number("train_batch_size")
+        micro, steps = trainer.entry("per_device_train_batch_size"), trainer.entry("gradient_accumulation_steps")
+        size = trainer.number("per_device_train_batch_size") if micro else None
+        factor = trainer.number("gradient_accumulation_steps") if steps else 1
+        same = micro is not None and isinstance(micro.value, Scalar) and micro.value.text == entry.value.text != ""
+        problem = ""
+        if total is not None and size is not None and factor is not None and size * factor > 0:
+            problem = (
+                f"is no multiple of {size:g} per device x {factor:g} accumulation steps"
+                if total % (size * factor)
+                else ""
+            )
+        elif total is None and _PER_DEVICE.search(entry.value.text):
+            problem = "is divided by the number of devices, but it is the size of all devices together"
+        elif total is None and same and factor is not None and factor > 1:
+            problem = f"is also the size per device, without the {factor:g} accumulation steps"
+        if problem:
+            message = (
+                f"`train_batch_size` {entry.value.text or total} {problem}. The Trainer compares it with per device x "
+                "accumulation x devices and raises a ValueError."
+            )
+            yield self.finding(config.where(entry), message, instead='Set it to "auto".')
 
     def _compared(self, config: Config, trainer: Config) -> Iterator[tuple[str, object, str, float]]:
         """What the Trainer compares: the DeepSpeed key and its value, the argument, and the default of that."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
-from halfstep.check.config.engine_settings import casts_entered, is_engine_at
+from halfstep.check.config.engine_settings import casts_entered, is_engine_at, is_engine_if_asked
 from halfstep.check.config.joint import JointRule, Use, uses_name
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
@@ -187,6 +187,24 @@ def backward(args, model, loss):
 """
 
 
+_IF_ASKED = """\
+import deepspeed
+import torch
+
+def train():
+    with context:
+        loss = model(x)
+    if use_deepspeed:
+        model.backward(loss)
+        model.step()
+
+context = torch.autocast("cuda", dtype=torch.bfloat16) if args.bf16 else nullcontext()
+if use_deepspeed:
+    model, *_ = deepspeed.initialize(model=model, config=args.deepspeed)
+train()
+"""
+
+
 class AutocastAroundEngine(JointRule):
     """The script runs the engine under autocast, which DeepSpeed disables inside the engine."""
 
@@ -209,11 +227,13 @@ class AutocastAroundEngine(JointRule):
             ),
         ),
         _BY_SETTING,
+        _IF_ASKED,
     )
     good = (
         script_with("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
         script_with(BF16, 2, _RIGHT),
         _BY_SETTING.replace("torch.autocast('cuda', dtype=torch.bfloat16)", "nullcontext()"),
+        _IF_ASKED.replace("    with context:\n        loss", "    if True:\n        loss"),
     )
     references = (
         "https://www.deepspeed.ai/docs/config-json/",
@@ -230,9 +250,9 @@ class AutocastAroundEngine(JointRule):
                 continue
             called = {key_of(n.func).removesuffix(".forward") for n in ast.walk(node) if isinstance(n, ast.Call)} - {""}
             for cast in (c for item in node.items for c in casts_entered(use, item.context_expr, node)):
-                named = next(
-                    (name for name in sorted(called) if name == use.engine or is_engine_at(use, cast, name)), ""
-                )
+                engines = [n for n in sorted(called) if n == use.engine or is_engine_at(use, cast, n)]
+                engines += [n for n in sorted(called) if is_engine_if_asked(use, cast, node, n)]
+                named = next(iter(engines), "")
                 if not named:
                     continue
                 mode = deepspeed.weights

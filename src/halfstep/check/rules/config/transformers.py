@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.flags import PAIRS, offered, on_by_itself
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import needs_sharding, trained_dtype
 from halfstep.check.finding import Finding
@@ -18,6 +19,24 @@ __all__ = ["RULES"]
 _DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
 _SUPPORTED = regex(r"[\w.]*\b(is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)\(\)")
 _APEX = "https://github.com/NVIDIA/apex/pull/1896"
+
+
+_FLAGS = """\
+import torch
+from transformers import TrainingArguments
+
+training = TrainingArguments("out", fp16={fp16}, bf16={bf16})
+"""
+_CHOSEN = """\
+import torch
+from transformers import TrainingArguments
+
+def train(config):
+    supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    if {test}:
+        config.bf16 = supported
+    return TrainingArguments("out", fp16=config.fp16 or False, bf16=config.bf16 or False)
+"""
 
 
 class TrainerRule(KindRule):
@@ -44,16 +63,36 @@ class Fp16AndBf16(TrainerRule):
         "args = TrainingArguments('out', fp16=True, bf16=torch.cuda.is_bf16_supported())\n",
         "from transformers import TrainingArguments\n\noptions = dict(output_dir='out', fp16=True)\n"
         "options['bf16'] = True\nargs = TrainingArguments(**options)\n",
+        _FLAGS.format(fp16="args.fp16", bf16="True"),
+        _FLAGS.format(fp16="config.get('fp16', False)", bf16="torch.cuda.is_bf16_supported(including_emulation=False)"),
+        _FLAGS.format(fp16="True", bf16="args.bf16"),
+        _FLAGS.format(
+            fp16="args.precision == 'fp16'", bf16="args.bf16 or torch.cuda.is_bf16_supported(including_emulation=False)"
+        ),
+        _CHOSEN.format(test="config.bf16 is None"),
     )
     good = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=not has_bf16, bf16=has_bf16)\n",
         "output_dir: out\nper_device_train_batch_size: 8\nlearning_rate: 1.0e-4\nfp16: false\nbf16: true\n",
+        _FLAGS.format(fp16="args.fp16", bf16="args.bf16"),
+        _FLAGS.format(fp16="args.fp16", bf16="not args.fp16"),
+        _FLAGS.format(fp16="not supported", bf16="True"),
+        _CHOSEN.format(test="config.bf16 is None and not config.fp16"),
+        "from transformers import TrainingArguments\n\nif args.fp16:\n    raise SystemExit('use bf16')\n"
+        "training = TrainingArguments('out', fp16=args.fp16, bf16=True)\n",
     )
     references = (_DOCS, "measured: source code of transformers 5.22, training_args.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Check each pair of flags."""
-        for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        for first, second in PAIRS:
+            for chosen, other in ((first, second), (second, first)):
+                if {offered(chosen), on_by_itself(other)} <= config.script and (entry := config.entry(chosen)):
+                    where = "" if config.value(other) is True else " on a GPU with the format"
+                    message = f"`{other}` stays true{where} where `{_text(config, chosen)}` is true; TrainingArguments raises a ValueError."
+                    yield self.finding(
+                        config.where(entry), message, instead=f"Make `{other}` false where `{chosen}` is true."
+                    )
             entry = config.entry(second)
             if entry and _is_on_gpu(config, first) and (config.value(second) is True or _asks_gpu(config, second)):
                 where = "" if config.value(second) is True else "on a GPU with bfloat16 "

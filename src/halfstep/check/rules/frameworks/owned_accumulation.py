@@ -12,6 +12,7 @@ from halfstep.check.config.engines import read_engines
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.accumulated import STEPS, is_entry, is_length_of_loop, same_steps, steps_name
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, loop_class
@@ -56,10 +57,23 @@ for step in range(num_steps):
         engine.backward(loss)
 {after}
 """
+_PARTS = """\
+import deepspeed
+import json
+
+ds_config = json.load(open("ds.json"))
+ds_config["gradient_accumulation_steps"] = args.parts
+engine, _, _, _ = deepspeed.initialize(model=model, config=ds_config)
+for batch in loader:
+    parts = split(batch)
+    for x in parts:
+        loss = engine(x){divided}
+        engine.backward(loss)
+        engine.step()
+"""
 _STEP = "    engine.step()"
 _STEPS = regex(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
 _DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
-_KEY = "gradient_accumulation_steps"
 _BATCHES = "accumulate_grad_batches"
 _BOUNDARY = "is_gradient_accumulation_boundary"
 
@@ -81,12 +95,15 @@ class AccumulatedTwice(ScriptRule):
         _DEEPSPEED.format(divided=" / 8", step=_STEP),
         _DEEPSPEED.format(divided="", step="    if (i + 1) % 8 == 0:\n        engine.step()"),
         _NESTED.format(after=_STEP),
+        _PARTS.format(divided=" / max(len(parts), 1)"),
     )
     good = (
         _ACCELERATE.format(divided=""),
         _DEEPSPEED.format(divided="", step=_STEP),
         _DEEPSPEED.format(divided="", step=_STEP),
         _NESTED.format(after=f"    {_STEP}"),
+        _PARTS.format(divided=""),
+        _PARTS.format(divided=" / len(parts)").replace("args.parts", "1"),
     )
     references = (
         "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
@@ -135,17 +152,17 @@ class AccumulatedTwice(ScriptRule):
     def _accelerate(
         self, script: Script, place: ast.AST, engine: Engine, divisor: ast.expr, function: Function
     ) -> Iterator[Finding]:
-        own = f"{engine.key}.{_KEY}"
+        own = f"{engine.key}.{STEPS}"
         text = text_of(divisor)
         values = script.outline.values(key_of(divisor), function)
         # `accumulation_steps = 8` next to `Accelerator(gradient_accumulation_steps=8)`.
         named = values[0] if len(values) == 1 and isinstance(values[0], ast.Constant) else divisor
-        is_same = engine.steps is not None and (_same(divisor, engine.steps) or _same(named, engine.steps))
+        is_same = engine.steps is not None and (same_steps(divisor, engine.steps) or same_steps(named, engine.steps))
         if constant(engine.steps) == 1 or (text != own and not is_same):
             return
         yield self.finding(
             script.where(place),
-            f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {_KEY} again",
+            f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {STEPS} again",
             instead=f"pass the undivided loss to `{engine.key}.backward`",
         )
 
@@ -164,13 +181,15 @@ class AccumulatedTwice(ScriptRule):
         text = text_of(divisor)
         # `config["gradient_accumulation_steps"]` and `engine.gradient_accumulation_steps()` are the configured number.
         is_certain = is_asked or (
-            steps is not None and constant(steps) != 1 and (_is_entry(divisor) or _same(divisor, steps))
+            steps is not None
+            and constant(steps) != 1
+            and (is_entry(divisor) or same_steps(divisor, steps) or is_length_of_loop(script, divisor, call))
         )
-        is_named = bool(_STEPS.search(_steps_name(divisor))) and steps is None
+        is_named = bool(_STEPS.search(steps_name(divisor))) and steps is None
         # A script that steps on every micro-batch leaves the counting to the engine.
         if not is_certain and not (is_named and _steps_always(script, engine)):
             return
-        condition = "" if is_certain else f" if the configuration sets {_KEY}"
+        condition = "" if is_certain else f" if the configuration sets {STEPS}"
         severity: Severity = "warning" if is_certain else "advice"
         yield self.finding(
             script.where(_division(script, divisor, call)),
@@ -240,15 +259,15 @@ def _is_configured(
     script: Script, window: ast.expr, steps: ast.expr | None, function: Function, *, is_engine: bool
 ) -> bool:
     """Whether the length of a window is certainly the number of micro-batches that the engine counts itself."""
-    if is_engine and steps is not None and _same(window, steps):
+    if is_engine and steps is not None and same_steps(window, steps):
         return True
     if _BOUNDARY in text_of(window):
         return steps is not None
     for value in (window, *script.outline.values(key_of(window), function)):
         asked = value.func if isinstance(value, ast.Call) else None
-        if isinstance(asked, ast.Attribute) and asked.attr == _KEY:
+        if isinstance(asked, ast.Attribute) and asked.attr == STEPS:
             return True  # engine.gradient_accumulation_steps()
-        if _is_entry(value) and is_engine and (steps is not None or _owner(value) in _configurations(script)):
+        if is_entry(value) and is_engine and (steps is not None or _owner(value) in _configurations(script)):
             return True
     return False
 
@@ -265,29 +284,6 @@ def _configurations(script: Script) -> set[str]:
     calls = [call for call, _ in script.outline.library_calls.get("deepspeed.initialize", ())]
     options = [argument(call, None, name) for call in calls for name in ("config", "config_params")]
     return {key_of(option) for option in options} - {""}
-
-
-def _same(a: ast.expr, b: ast.expr) -> bool:
-    """Whether two expressions name the same number of steps: equal literals, or variables of one name."""
-    one, other = constant(a), constant(b)
-    if one is not ... or other is not ...:
-        return one == other
-    return bool(_steps_name(a)) and _steps_name(a) == _steps_name(b)
-
-
-def _is_entry(node: ast.expr) -> bool:
-    """Whether an expression reads the steps from a configuration or an engine."""
-    return isinstance(node, ast.Subscript | ast.Call) and _steps_name(node) == _KEY
-
-
-def _steps_name(node: ast.expr) -> str:
-    """The last name of a variable, of an entry `config["steps"]` or `config.get("steps", 1)`, or of `engine.steps()`."""
-    key: object = ...
-    if isinstance(node, ast.Subscript):
-        key = constant(node.slice)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        key = constant(node.args[0]) if node.func.attr == "get" and node.args else node.func.attr
-    return key if isinstance(key, str) else last_name(text_of(node))
 
 
 @lru_cache(maxsize=8)  # one walk per function, however often it calls backward
@@ -360,14 +356,14 @@ def _configured_steps(script: Script) -> ast.expr | None:
         for node in ast.walk(script.tree)
         if isinstance(node, ast.Dict) and {constant(k) for k in node.keys} & _DEEPSPEED_KEYS
         for key, value in zip(node.keys, node.values, strict=True)
-        if constant(key) == _KEY
+        if constant(key) == STEPS
     ]
     steps += [
         node.value
         for node in ast.walk(script.tree)
         if isinstance(node, ast.Assign)
         for target in node.targets
-        if isinstance(target, ast.Subscript) and constant(target.slice) == _KEY
+        if isinstance(target, ast.Subscript) and constant(target.slice) == STEPS
     ]
     return steps[0] if len(steps) == 1 else None
 

@@ -10,7 +10,8 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.default_dtype import defaults_of, trains_under_default
-from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import optimizer_names, remedy, subject, when
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of

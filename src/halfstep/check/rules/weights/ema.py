@@ -11,7 +11,8 @@ from typing import NamedTuple
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, when
+from halfstep.check.rules.weights.masters import when
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.formats import base_of, passed_for
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.values import argument, constant, text_of

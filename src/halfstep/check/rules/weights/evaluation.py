@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of, options_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import choices_of, is_exercise
+from halfstep.check.rules.weights.masters import choices_of
 from halfstep.check.rules.weights.quantized import quantizations
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
 from halfstep.check.script.objects.chosen import float16_ways

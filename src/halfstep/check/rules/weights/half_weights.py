@@ -11,7 +11,8 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.casts import trained_casts
-from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_stepped, optimizer_names, remedy, subject, when
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import is_amp, scalers_at
 from halfstep.check.script.objects.adapters import upcasts_parameters

@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.half_weights import models_kept_half
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.logit_formats import logit_formats
 from halfstep.check.script.flow.sources import sources_of
 from halfstep.check.script.objects.expressions import options_of

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding, Severity
-from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.chosen import dtype_values
@@ -28,7 +28,7 @@ from halfstep.check.script.syntax.unstepped import never_steps, trains_nothing
 from halfstep.check.settings import Settings
 
 __all__ = [
-    "RULES", "TRAINER", "anchor", "choices_of", "is_exercise", "is_stepped", "optimizer_names", "remedy", "subject", "when",
+    "RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "optimizer_names", "remedy", "subject", "when",
 ]  # fmt: skip
 
 _LOOP = """\
@@ -52,12 +52,6 @@ Trainer(model=model, args=args, train_dataset=data).train()
 _QWEN = "Qwen/Qwen3-0.6B"
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _FAR = 5  # lines
-_TESTS = regex(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
-
-
-def is_exercise(script: Script) -> bool:
-    """Whether a file is a test or a benchmark, which trains nothing that matters."""
-    return bool(_TESTS.search(script.source.path.replace("\\", "/")))
 
 
 def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:

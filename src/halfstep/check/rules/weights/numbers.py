@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.outputs import leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script

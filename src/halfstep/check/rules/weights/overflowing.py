@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of

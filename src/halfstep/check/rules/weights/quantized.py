@@ -12,9 +12,11 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training
 from halfstep.check.script.objects.choices import strings_of
+from halfstep.check.script.objects.command_line import Options, stays_here
 from halfstep.check.script.objects.formats import formats_of, keyword_of
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.unread import reads_by_name
@@ -39,6 +41,19 @@ args = parser.parse_args()
 with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
     y = model(x)
 """
+_METHOD = """\
+import argparse
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+parser = argparse.ArgumentParser()
+parser.add_argument("--method", choices=["lora", "qlora"], default="qlora")
+args = parser.parse_args()
+quantized = None
+if {test}:
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
+"""
+_QLORA = regex(r"q-?lora", re.IGNORECASE)
 _PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
 _LOADERS = frozenset({"transformers", "peft", "trl"})
 _SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretrained also takes a configuration
@@ -228,11 +243,14 @@ class QuantizationNotPassed(ScriptRule):
         _LOADED.format(dtype="torch.bfloat16").replace("quantization_config=quantized", "dtype=torch.bfloat16"),
         _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False"),
         _LOADED.format(dtype="torch.bfloat16").replace("4bit", "8bit"),
+        _METHOD.format(test="memory <= 8"),
     )
     good = (
         _LOADED.format(dtype="torch.bfloat16"),
         _LOADED.format(dtype="torch.bfloat16").replace("load_in_4bit=True", "load_in_4bit=False, load_in_8bit=True"),
         _LOADED.format(dtype="6.0").replace("4bit=True, bnb_4bit_compute_dtype", "8bit=True, llm_int8_threshold"),
+        _METHOD.format(test='args.method == "qlora"'),
+        _METHOD.format(test='args.method.startswith("q") or "qlora" in args.method'),
     )
     references = (_BNB, "https://github.com/huggingface/transformers/issues/35581")
     words = ("bnb_8bit_",)
@@ -258,6 +276,7 @@ class QuantizationNotPassed(ScriptRule):
                     instead="load_in_4bit=True, or no quantization_config",
                 )
         yield from self._unknown(script)
+        yield from self._unasked(script)
         yield from self._only_named(script) if not hidden else ()
         for call, function in quantizations(script) if loads and not hidden else ():
             target = _assigned(outline, call)
@@ -287,6 +306,28 @@ class QuantizationNotPassed(ScriptRule):
                     if "8bit" in name
                     else "remove it",
                 )
+
+    def _unasked(self, script: Script) -> Iterator[Finding]:
+        """Quantization that an option offers as `choices=["lora", "qlora"]`, and that no code compares the option with."""
+        calls = [call for call, _ in quantizations(script)]
+        options = Options(script) if calls and _QLORA.search(script.source.text) else None
+        for option, flag, name in options.declared if options is not None else ():
+            choices = getattr(argument(option, None, "choices"), "elts", ())
+            named = [c for c in choices if isinstance(constant(c), str) and _QLORA.fullmatch(str(constant(c)))]
+            if (
+                options is None
+                or not named
+                or len(choices) < 2
+                or not stays_here(options)
+                or _is_compared(script, named[0])
+            ):
+                continue
+            yield self.finding(
+                script.where(calls[0]),
+                f"`{flag} {constant(named[0])}` ({script.at(option)}) does not decide about this quantization: nothing asks whether "
+                f"`{name}` is {constant(named[0])!r}",
+                instead=f"quantize if {name} == {constant(named[0])!r}",
+            )
 
     def _only_named(self, script: Script) -> Iterator[Finding]:
         """TRL's ModelConfig with quantization, of which the script reads other settings alone, such as the name."""
@@ -328,6 +369,22 @@ def _is_read(name: str, function: Function) -> bool:
             return True
         # The options of `load(**options)` are written into the call, which then has the same nodes as the dictionary.
         stack.extend(child for child in ast.iter_child_nodes(node) if child not in idle)
+    return False
+
+
+def _is_compared(script: Script, choice: ast.expr) -> bool:
+    """Whether a script may ask for a choice: by a literal of the same text that is no default, or by a part of it."""
+    text = str(constant(choice)).casefold()
+    for node in all_nodes(script.tree):
+        value = constant(node) if isinstance(node, ast.Constant) else None
+        if not isinstance(value, str) or node is choice or not value or value.casefold() not in text:
+            continue
+        parent = script.outline.parents.get(node)
+        is_default = isinstance(parent, ast.keyword) and parent.arg == "default"
+        is_default |= isinstance(parent, ast.Call) and key_of(parent.func).endswith(".get") and node in parent.args[1:]
+        is_other = value.casefold() != text and not isinstance(parent, ast.Compare)
+        if not is_default and not is_other and script.outline.parents.get(choice) is not parent:
+            return True
     return False
 
 

@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.evaluation import is_copied
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.objects.weights import Lineage, VariableCast, base_of, cast_formats, casts_in, conditions_of

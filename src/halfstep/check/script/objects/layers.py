@@ -204,14 +204,29 @@ def _manager(outline: Outline, params: ast.expr | None, function: Function) -> s
 
 
 def is_of_trained(outline: Outline, call: ast.Call) -> bool:
-    """Whether a cast is only of what has gradients: under `if p.requires_grad:`, or below `if not p.requires_grad: continue`."""
+    """Whether a cast is only of what has gradients: under `if p.requires_grad:`, below `if not p.requires_grad: continue`, or where they are switched on."""
     if any(is_true and "requires_grad" in text for text, is_true in conditions_of(outline, call)):
+        return True
+    if _switches_on(outline, call):
         return True
     node: ast.AST | None = call
     while node is not None and not isinstance(node, (ast.For, ast.FunctionDef, ast.AsyncFunctionDef)):
         node = outline.parents.get(node)
     above = [s for s in node.body if s.lineno < call.lineno] if isinstance(node, ast.For) else []
     return any(map(_skips_frozen, above))
+
+
+def _switches_on(outline: Outline, call: ast.Call) -> bool:
+    """Whether the statements around a cast make the same parameter trainable: `p.requires_grad = True`."""
+    statement: ast.AST | None = call
+    while statement is not None and not isinstance(statement, ast.stmt):
+        statement = outline.parents.get(statement)
+    block = outline.parents.get(statement) if statement is not None else None
+    parameter = key_of(call.func.value).removesuffix(".data") if isinstance(call.func, ast.Attribute) else ""
+    neighbours = next((b for b in (getattr(block, "body", ()), getattr(block, "orelse", ())) if statement in b), ())
+    written = {ast.unparse(s) for s in neighbours if isinstance(s, (ast.Assign, ast.Expr))}
+    forms = (f"{parameter}.requires_grad = True", f"{parameter}.requires_grad_()", f"{parameter}.requires_grad_(True)")
+    return bool(parameter) and not written.isdisjoint(forms)
 
 
 def _skips_frozen(statement: ast.stmt) -> bool:
