@@ -112,6 +112,7 @@ class UnusedPrecisionOption(ScriptRule):
     )
     bad = (
         _TRAINED.format(flag=""),
+        _TRAINED.format(flag="") + "epochs = args.epochs if hasattr(args, 'epochs') else 1\n",
         _DATACLASS.format(dtype=""),
         _TRAINER.format(flag=""),
         _FABRIC.format(test=""),
@@ -120,6 +121,7 @@ class UnusedPrecisionOption(ScriptRule):
         _TRAINED.format(flag=", enabled=args.amp"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
+        _TRAINED.format(flag=", enabled=getattr(args, 'amp')"),
         _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
         _TRAINER.format(flag=", enabled=self.use_amp"),
         _FABRIC.format(test=" if precision is None else precision"),
