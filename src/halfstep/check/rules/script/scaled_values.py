@@ -315,7 +315,7 @@ def _divides_gradient(script: Script, node: ast.AST, function: Function) -> bool
 
 def _read(event: Event) -> str:
     """What an event reads, in words."""
-    if event.subject.endswith(("norm", "norm_")) and not SHOWS_GRADIENTS.match(event.subject) or event.kind == "clip":
+    if (event.subject.endswith(("norm", "norm_")) and not SHOWS_GRADIENTS.match(event.subject)) or event.kind == "clip":
         return _measured(event)
     if SHOWS_GRADIENTS.match(event.subject):
         return f"`{event.subject}` reads `.grad`"

@@ -45,12 +45,11 @@ _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|b
 _PASSED = regex(_FLAG.pattern + r"|precision|(torch_|model_)?dtype|(use_|load_(in_)?)?[48]_?bit")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
-# A variable for a number format, and functions that may read it by its name.
+# A variable for a number format, functions that may read it by its name, and what may compute in 16 bits.
 _FORMAT = regex(
     r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
 )
 _BY_NAME = {"locals", "globals", "exec"}
-# Anything that may compute in 16 bits, here or in what the file sets up.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
@@ -118,10 +117,9 @@ class UnusedPrecisionOption(ScriptRule):
         _FABRIC.format(test=""),
     )
     good = (
-        _TRAINED.format(flag=", enabled=args.amp"),
+        _TRAINED.format(flag=", enabled=getattr(args, 'amp')"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
-        _TRAINED.format(flag=", enabled=getattr(args, 'amp')"),
         _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
         _TRAINER.format(flag=", enabled=self.use_amp"),
         _FABRIC.format(test=" if precision is None else precision"),

@@ -15,10 +15,10 @@ from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = [
+    "SHOWS_GRADIENTS",
     "adds_unscaled",
     "created_formats",
     "dtype_of_weight",
-    "SHOWS_GRADIENTS",
     "grad_of",
     "is_gradient",
     "low_layer",
