@@ -32,7 +32,7 @@ _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "pars
 # Functions of other files that are about data, seeds or logs: they read no precision.
 _MPS = regex(r"^[\w.()]*device[\w.()]* == ['\"]mps['\"]$|^torch\.backends\.mps\.is_available\(\)$")
 _HAS_CUDA = regex(r"^torch\.cuda\.is_available\(\)$")
-_UNRELATED = regex(r"(data|loader|sampler|seed|logg(er|ing)?|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
+_UNRELATED = regex(r"(data|loader|sampler|seed|logg(er|ing)?|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)|data_?(set|loader)s?$|^(init|setup)_?(dist|ddp)|distributed_mode$", re.IGNORECASE)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +148,7 @@ def stays_here(options: Options) -> bool:
             or last[0] in own | _SHOWS | {"spawn", "Process"}
             or _UNRELATED.search(last[0])
             or _asks_by_name(node, last[0])
+            or chain(node.func)[:1] == ("wandb",)
         )
         if passed and not is_known:
             return False
