@@ -20,7 +20,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
 
        class ClipBeforeUnscale(TraceRule):
            "Gradients are clipped while still multiplied by the loss scale."    # the title, one sentence
-           code = "HS104"                       # HS1xx scripts, HS2xx configurations, HS3xx hardware, HS5xx recipes; never reused
+           code = "HS104"                       # HS1xx and HS6xx scripts, HS2xx configurations, HS3xx hardware, HS5xx recipes; never reused
            name = "clip-before-unscale"         # names the fault, not the fix
            severity = "error"                   # error: training is wrong; warning: probably; advice: could be better
            reason = "..."                       # a paragraph: what happens in training, with numbers

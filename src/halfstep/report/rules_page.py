@@ -30,6 +30,7 @@ _GROUPS = {
     ),
     "HS5": ("Recipes", "Files of training programs, from axolotl to verl, recognised by their content."),
 }
+_CONTINUED = {"HS1": ("HS1", "HS6")}  # HS1xx has no number left
 _MAX_CASE = 4000  # characters; the longer cases are stress tests, not examples
 
 
@@ -49,7 +50,7 @@ def render_index(*, link: bool = False) -> str:
             "select and suppress rules."
         )
     for prefix, (title, about) in _GROUPS.items():
-        rows = [_row(rule, link=link) for rule in rules if rule.code.startswith(prefix)]
+        rows = [_row(rule, link=link) for rule in rules if rule.code.startswith(_CONTINUED.get(prefix, prefix))]
         table = ["| code | name | severity | fixable | title |", "|---|---|---|---|---|", *rows]
         parts += [f"## {title}", about, "\n".join(table)]
     return "\n\n".join(parts) + "\n"
