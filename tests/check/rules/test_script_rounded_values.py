@@ -39,6 +39,12 @@ def test_integers_beyond_those_of_the_format(made, cast, is_reported):
     assert [f.line for f in findings(text, "HS611")] == [4] * is_reported
 
 
+def test_a_pipeline_may_repeat_the_rounding_of_training():
+    """HS611 reports casts of timesteps where the model is trained."""
+    text = CAST.format(made="t = torch.randint(0, 1000, (4,))", cast="t.bfloat16()")
+    assert findings(text.replace("loss_fn(out).backward()", "show(out)"), "HS611") == []
+
+
 FIT = """\
 import torch
 import torch.nn.functional as F
@@ -61,6 +67,7 @@ for x, y in loader:
         ("L1Loss", "pass", "criterion(out, y.to(torch.float16))", True),
         ("MSELoss", "pass", "F.smooth_l1_loss(out, y.half())", True),
         ("MSELoss", "y = y.float().to(torch.bfloat16)", "F.mse_loss(out, y)", True),
+        ("MSELoss", "pass", "F.mse_loss(input=out, target=y.half())", True),
         ("MSELoss", "y = y.to(x.dtype)", "F.mse_loss(out, y)", False),
         ("MSELoss", "pass", "criterion(out.bfloat16(), y)", False),
         ("CrossEntropyLoss", "pass", "criterion(out, y.bfloat16())", False),

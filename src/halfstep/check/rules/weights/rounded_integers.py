@@ -64,14 +64,17 @@ class RoundedIntegers(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Casts of a number whose values the file shows to exceed those that the format has exactly."""
         outline = script.outline
-        for name in ("to", "type", "half", "bfloat16"):
+        # A model may have been trained with the rounded numbers that its pipeline gives it.
+        trains = script.has("backward", "owned_backward")
+        for name in ("to", "type", "half", "bfloat16") if trains else ():
             for call, function in outline.calls.get(name, ()):
-                value = call.func.value if isinstance(call.func, ast.Attribute) else None
+                # A cast of a model is a statement of its own.
+                if not isinstance(call.func, ast.Attribute) or isinstance(outline.parents.get(call), ast.Expr):
+                    continue
                 formats = _formats_of_cast(script, call, function)
-                is_read = value is not None and formats and not _is_divided(script, call, function)
-                top = _largest(script, value, function, call.lineno) if value is not None and is_read else 0
-                if formats and top > min(_EXACT[f] for f in formats):
-                    yield self._report(script, call, text_of(value) if value is not None else "", formats)
+                top = _largest(script, call.func.value, function, call.lineno) if formats else 0
+                if formats and top > min(_EXACT[f] for f in formats) and not _is_divided(script, call, function):
+                    yield self._report(script, call, text_of(call.func.value), formats)
         for call, function in outline.calls.get("arange", ()):
             formats = formats_of(outline, argument(call, None, "dtype"), function)
             if formats and formats <= SIXTEEN_BIT and _end_of_range(call) > min(_EXACT[f] for f in formats):

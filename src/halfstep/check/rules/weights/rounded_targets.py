@@ -11,10 +11,11 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES"]
 
@@ -35,6 +36,7 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_NONE: frozenset[str] = frozenset()
 _CASTS = {"to", "half", "bfloat16", "float", "type"}
 
 
@@ -69,12 +71,10 @@ class RoundedTargets(ScriptRule):
         """Calls of a regression loss in training whose target is a cast to 16 bits."""
         if not script.has("backward", "owned_backward"):
             return
-        for function in (*script.outline.functions, script.outline.module):
-            for call in _losses_in(script, function):
-                target, out = call.args[1], call.args[0]
-                formats = _cast_of(script, target, function, call.lineno)
-                if not formats or in_no_grad(script, call):
-                    continue
+        for call, function in _regressions(script):
+            out, target = argument(call, 0, "input"), argument(call, 1, "target")
+            formats = _cast_of(script, target, function, call.lineno)
+            if out is not None and target is not None and formats and not in_no_grad(script, call):
                 name = " or ".join(sorted(formats))
                 bits = min(_BITS[f] for f in formats)
                 effect = f"`{_base(target)}` is rounded to {name} for this loss, which leaves {bits} significant bits of the target"
@@ -90,30 +90,26 @@ class RoundedTargets(ScriptRule):
                 )
 
 
-def _losses_in(script: Script, function: Function) -> Iterator[ast.Call]:
-    """The calls of a regression loss in a function, with an output and a target."""
+def _regressions(script: Script) -> Iterator[CallSite]:
+    """The calls of a regression loss of torch, each with its function."""
     outline = script.outline
-    for name, sites in outline.calls.items():
-        for call, scope in sites if _LOSS.search(name) else ():
-            if scope is not function or len(call.args) < 2:
-                continue
-            created = call.func.func if isinstance(call.func, ast.Call) else call.func
-            values = outline.values(key_of(created), function) if key_of(created) else []
-            names = {outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in values}
-            names = names or {outline.names.full(created)}
-            if names <= _REGRESSIONS:
-                yield call
+    for site in [site for name, sites in outline.calls.items() if _LOSS.search(name) for site in sites]:
+        key = key_of(site.call.func)
+        values = outline.values(key, site.function) if key else []
+        names = {outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in values}
+        if (names or {outline.names.full(site.call.func)}) <= _REGRESSIONS:
+            yield site
 
 
-def _cast_of(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
+def _cast_of(script: Script, node: ast.expr | None, function: Function, line: int) -> frozenset[str]:
     """The 16-bit formats that a cast gives a value, at the loss or in the assignment before it; empty if another one is possible."""
     if isinstance(node, ast.Call):
         formats = cast_formats(script.outline, node, function)
-        return formats if formats <= SIXTEEN_BIT else frozenset()
+        return formats if formats <= SIXTEEN_BIT else _NONE
     bindings = latest(script.outline, key_of(node), function, line) if isinstance(node, ast.Name) else []
     values = [_element(binding.value, binding.index) for binding in bindings]
-    parts = [_cast_of(script, v, function, 0) if isinstance(v, ast.Call) else frozenset() for v in values]
-    return frozenset().union(*parts) if parts and all(parts) else frozenset()
+    parts = [_cast_of(script, v, function, 0) if isinstance(v, ast.Call) else _NONE for v in values]
+    return frozenset().union(*parts) if parts and all(parts) else _NONE
 
 
 def _element(value: ast.expr | None, index: int | None) -> ast.expr | None:
