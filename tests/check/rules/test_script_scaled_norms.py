@@ -79,6 +79,78 @@ def test_the_hooks_of_wandb_log_scaled_gradients(watch, enabled, dtype, expected
     assert [f.line for f in findings(text, "HS110")] == expected
 
 
+MADE = """\
+import torch
+def start(args):
+    if args.quiet:
+        return None
+    import wandb
+    {made}
+def train(model, optimizer, loader):
+    run = start(args)
+    if run:
+        run.watch(model)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("wandb.init()\n    return wandb", [11]),
+        ("return wandb.init(config=vars(args))", [10]),
+        ("run = wandb.init()\n    return run", [11]),
+        ("return Observer(wandb)", []),
+    ],
+)
+def test_a_run_that_a_function_of_the_file_returns(made, expected):
+    """HS110 knows what `watch` belongs to through the function that starts the run."""
+    assert [f.line for f in findings(MADE.format(made=made), "HS110")] == expected
+
+
+SHOWN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).mean()
+    scaler.scale(loss).backward()
+    {first}
+    scaler.unscale_(optimizer)
+    {then}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_read"),
+    [
+        ("plot_grad_flow(model.named_parameters())", True),
+        ("logger.log_grads_tb(i, model)", True),
+        ("self.writer.log_gradients(self.model, i)", True),
+        ("for n, p in model.named_parameters(): writer.add_histogram(n, p.grad, i)", True),
+        ("wandb.log({'g': wandb.Histogram(model.fc.weight.grad.cpu())})", True),
+        ("norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])", True),
+        ("log_grad_norm(norm)", False),
+        ("for n, p in model.named_parameters(): writer.add_histogram(n, p, i)", False),
+        ("log_gradients(enabled)", False),
+    ],
+)
+def test_what_logs_gradients_reads_them(shown, is_read):
+    """HS110 reports functions of other files that are named for it and get the model, and histograms of a gradient."""
+    assert [f.line for f in findings(SHOWN.format(first=shown, then="pass"), "HS110")] == [7] * is_read
+    assert findings(SHOWN.format(first="pass", then=shown), "HS110") == []
+
+
 LIGHTNING = """\
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger

@@ -194,10 +194,12 @@ def test_one_of_two_schedules_advances_in_every_iteration(dtype, test, other, ex
 
 
 def test_an_import_from_accelerate_is_no_accelerator():
-    """Its prepared schedules skip with the optimizer; a function of that package changes nothing."""
+    """Its prepared schedules skip with the optimizer; a function of that package, or a scaler next to it, changes nothing."""
     text = CHOSEN.format(dtype="torch.float16", test="averaging(i)", other="swa_scheduler.step()")
     assert reported("from accelerate.utils import set_seed\n" + text) == [14]
-    assert reported("from accelerate import Accelerator\naccelerator = Accelerator()\n" + text) == []
+    text = "from accelerate import Accelerator\naccelerator = Accelerator()\n" + text
+    assert reported(text) == [15]
+    assert reported(text.replace("torch.amp.GradScaler('cuda')", "accelerator.scaler")) == []
 
 
 @pytest.mark.parametrize(("order", "expected"), [(("scheduler", "optimizer"), [7]), (("optimizer", "scheduler"), [])])
@@ -426,3 +428,66 @@ COSINE = "if self.scheduler is not None and self.kind == 'cosine': "
 def test_a_schedule_in_a_hook_of_lightning(hook, test, call, expected):
     """HS195 reports a schedule of torch that advances where the first epoch or batch starts."""
     assert [f.line for f in findings(HOOKED.format(hook=hook, test=test, call=call), "HS195")] == expected
+
+
+PASSED = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+def train(model, optimizer, scheduler):
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scheduler is not None:
+            scheduler.step()
+{calls}
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ("train(model, optimizer, None)", []),
+        ("train(model, optimizer, None)\ntrain(model, optimizer, schedule)", [12]),
+        ("train(model, optimizer, schedule)", [12]),
+        ("", [12]),
+    ],
+)
+def test_a_schedule_that_no_call_passes(calls, expected):
+    """A parameter that is None in every call advances nothing."""
+    assert reported(PASSED.format(calls=calls)) == expected
+
+
+PREPARED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 100)
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+{scaler}
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x)
+    {train}
+    scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaler", "train", "expected"),
+    [
+        (
+            "scaler = torch.amp.GradScaler('cuda')",
+            "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()",
+            [14],
+        ),
+        ("", "accelerator.backward(loss)\n    optimizer.step()", []),
+    ],
+)
+def test_an_accelerator_knows_only_the_steps_that_its_own_scaler_skips(scaler, train, expected):
+    """A prepared schedule waits for a step that Accelerate skipped, not for one that the script's scaler skipped."""
+    assert reported(PREPARED.format(scaler=scaler, train=train)) == expected

@@ -166,3 +166,119 @@ def train(model, loader, prompts):
 def test_a_function_that_a_program_never_calls_validates_nothing(use, main, expected):
     """Code that is left over runs in no dtype; in a file that only defines functions another file may call it."""
     assert reported(SPARE.format(use=use, main=main)) == expected
+
+
+LOSSES_OF_BOTH = """\
+import torch
+def compute_losses(model, batch):
+    return model.get_logits(batch).clamp_min(1).mean()
+{decorator}def evaluate(model, loader):
+    with torch.no_grad():
+        for batch in loader:
+            {evaluated}
+def main():
+    for batch in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compute_losses(model, batch)
+        loss.backward()
+        optimizer.step()
+        {called}
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "evaluated", "called", "expected"),
+    [
+        ("", "compute_losses(model, batch)", "evaluate(model, valid)", [7]),
+        ("", "show(batch)", "evaluate(model, valid)", []),
+        ("", "compute_losses(model, batch)", "with torch.autocast('cuda'): evaluate(model, valid)", []),
+        ("@torch.autocast('cuda')\n", "compute_losses(model, batch)", "evaluate(model, valid)", []),
+    ],
+)
+def test_a_function_that_training_calls_under_autocast(decorator, evaluated, called, expected):
+    """Validation needs the region of training for a function with the model too, whatever the function does with it."""
+    text = LOSSES_OF_BOTH.format(decorator=decorator, evaluated=evaluated, called=called)
+    assert reported(text) == [line + bool(decorator) for line in expected]
+
+
+PART_OF_MODEL = """\
+import torch
+def train(base):
+    vision_model = base.vision_model
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_fn(vision_model(x))
+        loss.backward()
+        optimizer.step()
+def test(base):
+    with torch.inference_mode():
+        for x in valid:
+            features = base.{part}(x)[:2]
+            evaluator.update(features)
+"""
+
+
+@pytest.mark.parametrize(("part", "expected"), [("vision_model", [12]), ("tokenizer", [])])
+def test_a_part_that_training_runs_under_its_own_name(part, expected):
+    """The part of a model is recognised by its name."""
+    assert reported(PART_OF_MODEL.format(part=part)) == expected
+
+
+PREVIEW = """\
+import torch
+class Detector:
+    def train_epoch(self, loader):
+        for x in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.model(x)
+            loss.backward()
+            self.optimizer.step()
+    def val_epoch(self, loader):
+        with torch.no_grad():
+            for x in loader:
+                draw(self.predict(x[:1]))
+                {validated}
+    def predict(self, x):
+        with torch.no_grad():
+            return self.model(x)
+    def fit(self):
+        self.train_epoch(loader)
+        self.val_epoch(valid)
+"""
+
+
+@pytest.mark.parametrize(
+    ("validated", "expected"),
+    [
+        ("with torch.autocast('cuda', dtype=torch.bfloat16): self.total += self.model(x)", []),
+        ("self.total += self.model(x)", [16]),
+    ],
+)
+def test_a_preview_in_a_validation_under_autocast(validated, expected):
+    """A prediction for one input that validation shows is no validation, if that itself is under autocast."""
+    assert reported(PREVIEW.format(validated=validated)) == expected
+
+
+CHOSEN = """\
+import torch
+def run(loader, train):
+    use_amp = scaler is not None and train
+    for x in loader:
+        if use_amp:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        elif train:
+            model(x).backward()
+            optimizer.step()
+        else:
+            {validated}
+"""
+
+
+@pytest.mark.parametrize(("validated", "expected"), [("loss = model(x)", [3]), ("loss = show(x)", [])])
+def test_a_flag_that_is_true_in_training_only(validated, expected):
+    """The other branch of a variable for `amp and train` is validation where training in float32 is apart."""
+    assert reported(CHOSEN.format(validated=validated)) == expected

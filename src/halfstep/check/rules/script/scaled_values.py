@@ -28,12 +28,13 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.run_format import fp16_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks, trains_in_fp16
-from halfstep.check.script.objects.tensors import is_gradient, reads_gradients
+from halfstep.check.script.objects.tensors import SHOWS_GRADIENTS, is_gradient, reads_gradients
 from halfstep.check.script.objects.trainers import is_trainer
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.returned import created_by
 
 __all__ = ["RULES"]
 
@@ -80,6 +81,7 @@ class ScaledGradientsRead(TraceRule):
         "nearly everything. The hooks of `wandb.watch` run in the backward and log the scaled gradients."
     )
     bad = (
+        _START + "    plot_grad_flow(model.named_parameters())\n    scaler.step(optimizer)\n    scaler.update()\n",
         _START
         + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
         _START
@@ -104,6 +106,7 @@ class ScaledGradientsRead(TraceRule):
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
     words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward", "on_train_batch_end", ".watch(")
+    lines = ("wandb.init",)
     kinds = ("grad_read", "clip")
 
     def check(self, script: Script) -> Iterator[Finding]:
@@ -213,13 +216,12 @@ def _watching(script: Script) -> Iterator[ast.Call]:
         return
     for call, function in sites:
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        created = script.outline.values(key_of(owner), function) if owner is not None and key_of(owner) else []
-        names = [script.outline.names.full(v.func) for v in created if isinstance(v, ast.Call)]
-        is_run = bool(names) and all(n == "wandb.init" or n.endswith(".WandbLogger") for n in names)
+        names = created_by(script.outline, owner, function) if owner is not None else []
+        is_run = bool(names) and all(n in {"wandb", "wandb.init"} or n.endswith(".WandbLogger") for n in names)
         position = 1 if any(n.endswith(".WandbLogger") for n in names) else 2
         log = argument(call, position, "log")
         is_logged = log is None or constant(log) in {"all", "gradients"}
-        if is_logged and (script.outline.names.full(call.func) == "wandb.watch" or is_run):
+        if is_logged and is_run:
             yield call
 
 
@@ -313,8 +315,10 @@ def _divides_gradient(script: Script, node: ast.AST, function: Function) -> bool
 
 def _read(event: Event) -> str:
     """What an event reads, in words."""
-    if event.subject.endswith(("norm", "norm_")) or event.kind == "clip":
+    if (event.subject.endswith(("norm", "norm_")) and not SHOWS_GRADIENTS.match(event.subject)) or event.kind == "clip":
         return _measured(event)
+    if SHOWS_GRADIENTS.match(event.subject):
+        return f"`{event.subject}` reads `.grad`"
     is_changed = event.subject.endswith("_") or not isinstance(event.node, ast.Call)
     return "`.grad` is changed" if is_changed else "`.grad` is read"
 

@@ -12,6 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.rules.scaler.calls import on_another_path
+from halfstep.check.script.flow.absent import is_always_none
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import (
     TraceRule,
@@ -270,9 +271,11 @@ class SchedulerIgnoresSkips(TraceRule):
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(script, event) or reads_scale(script):
+        if not self._counts(script, event) or reads_scale(script) or is_always_none(script, event):
             return None
-        if any(not on_another_path(script, trace, engine, event) for engine in engines_of(script)):
+        # A scaler of the script's own skips steps that no engine knows of.
+        own = any(script.scalers_named(e.scaler) for e in script.events("scaler_step"))
+        if not own and any(not on_another_path(script, trace, engine, event) for engine in engines_of(script)):
             return self._unprepared(script, trace, index)
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]

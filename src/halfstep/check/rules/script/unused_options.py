@@ -18,26 +18,26 @@ from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes, all_statements
+from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import (
     inherits,
     is_setting,
     is_unread,
-    last_of,
     loads,
     mentions,
     read_names,
     unread_argument,
     unread_parameters,
 )
+from halfstep.check.script.syntax.unread_settings import unread_settings
 
 __all__ = ["RULES"]
 
 _FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
 _FIELD = regex(rf"{_FLAG.pattern}|(\w+_)?(to|in|use)_[48]_?bit")
-_FEW = 5  # fields; with fewer, a file may as well only create the object
+_FEW = 5  # statements; with fewer, a function may as well only pass its parameters on
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _CHOICE = regex(r"^((torch|model|compute|train|training|amp)_)?(precision|dtype)$")  # options that name a format
@@ -45,12 +45,11 @@ _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|b
 _PASSED = regex(_FLAG.pattern + r"|precision|(torch_|model_)?dtype|(use_|load_(in_)?)?[48]_?bit")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
-# A variable for a number format, and functions that may read it by its name.
+# A variable for a number format, functions that may read it by its name, and what may compute in 16 bits.
 _FORMAT = regex(
     r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
 )
 _BY_NAME = {"locals", "globals", "exec"}
-# Anything that may compute in 16 bits, here or in what the file sets up.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
@@ -112,6 +111,7 @@ class UnusedPrecisionOption(ScriptRule):
     )
     bad = (
         _TRAINED.format(flag=""),
+        _TRAINED.format(flag="") + "epochs = args.epochs if hasattr(args, 'epochs') else 1\n",
         _DATACLASS.format(dtype=""),
         _TRAINER.format(flag=""),
         _FABRIC.format(test=""),
@@ -200,30 +200,16 @@ class UnusedPrecisionOption(ScriptRule):
             )
 
     def _settings(self, script: Script) -> Iterator[Finding]:
-        """Precision flags of a dataclass that nothing reads, in the file that trains with nearly all of its other fields."""
+        """Precision flags in the settings of a file that trains, which nothing in it reads."""
         calls = script.outline.calls.keys()
-        if "dataclass" not in script.source.text or not any(c == "backward" or c.endswith("Trainer") for c in calls):
+        if not any(name == "backward" or name.endswith("Trainer") for name in calls) or calls & _BY_NAME:
             return
-        classes = [n for n in all_statements(script.tree) if isinstance(n, ast.ClassDef) and not n.bases]
-        classes = [n for n in classes if "dataclass" in map(last_of, n.decorator_list)]
-        read = read_names(all_nodes(script.tree)) if classes else set()
-        for node in classes:
-            fields = {
-                s.target.id: s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
-            }
-            num_read = len(fields.keys() & read)
-            # Another file may read some; this one is where the settings are used if it reads most of them.
-            if num_read < max(_FEW, len(fields) * 2 / 3) or calls & {"asdict", "astuple", "vars", "fields"}:
-                continue
-            for name, field in fields.items():
-                # By the text as well: the tree has the default of a field in the place of `config.bf16`.
-                written = re.search(rf"[.\"']{name}\b", script.source.text)
-                if name not in read and written is None and _FIELD.fullmatch(name):
-                    yield self.finding(
-                        script.where(field),
-                        f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`: the run is the same with and without it",
-                        instead=f"use {name} for autocast or the arguments of the trainer, or remove the field",
-                    )
+        for node, what in unread_settings(script.outline, script.tree, script.source.text, _FIELD, _FLAG):
+            yield self.finding(
+                script.where(node),
+                f"{what}: the run is the same with and without it",
+                instead="use it for autocast, the scaler or the arguments of the trainer, or remove it",
+            )
 
     def _choices(self, script: Script) -> Iterator[Finding]:
         """Formats that an expression or a literal chooses for a variable which nothing reads, in a file that trains."""

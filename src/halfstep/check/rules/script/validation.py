@@ -12,9 +12,9 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
-from halfstep.check.script.flow.phases import is_drawn, is_probe, only_in_training
+from halfstep.check.script.flow.phases import is_drawn, is_preview, is_probe, only_in_training
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.validations import old_probabilities, plain_validations, twin_validations
+from halfstep.check.script.flow.validations import named_validations, old_probabilities
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
 from halfstep.check.script.objects.values import autocasts_of, text_of
@@ -117,7 +117,7 @@ class EvaluationWithoutAutocast(ScriptRule):
         if in_traces or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
             yield from in_traces
             return
-        for call, name in (*plain_validations(script), *twin_validations(script)):
+        for call, name in named_validations(script):
             yield self._report(script, call, name)
         for call, name in old_probabilities(script):
             yield self._report(script, call, name, "; the ratio of their probabilities is not 1 for the same weights")
@@ -163,6 +163,7 @@ class EvaluationWithoutAutocast(ScriptRule):
                 _opens_region(script, event)
                 or is_probe(script, event)
                 or _is_unused(script, event, trained)
+                or is_preview(script, event, validated)
                 or _is_called_from_outside(script, event, trained)
             ):
                 continue

@@ -1,4 +1,4 @@
-"""Scalers that are None under some settings: where they are created, and the conditions without which they are not."""
+"""What is None: schedules that are never passed, and scalers under some settings, with the conditions without which they are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["Absent", "absent_scalers", "is_never_passed_none"]
+__all__ = ["Absent", "absent_scalers", "is_always_none", "is_never_passed_none"]
 
 
 class Absent(NamedTuple):
@@ -50,6 +50,13 @@ def absent_scalers(script: Script) -> Iterator[Absent]:
         for number, trace in enumerate(script.traces):
             if number not in created:
                 yield Absent(scaler, names, known, trace, is_created=False)
+
+
+def is_always_none(script: Script, event: Event) -> bool:
+    """Whether every call in the file passes None for the parameter that an event is about: `train(model, optimizer, None)`."""
+    name, function = event.local.subject, event.function
+    values = script.outline.sources(name, function) if name in function.params else []
+    return bool(values) and all(constant(value) is None for value, _ in values)
 
 
 def is_never_passed_none(script: Script, event: Event) -> bool:

@@ -19,7 +19,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hooked_schedules", "is_drawn", "is_probe", "only_in_training"]
+__all__ = ["hooked_schedules", "is_drawn", "is_preview", "is_probe", "only_in_training"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
@@ -28,6 +28,7 @@ _TRAINS = regex(
 
 _START_HOOKS = {"on_train_epoch_start", "on_train_batch_start"}
 _COUNTED = regex(r"epoch|step|batch|iter|sanity", re.IGNORECASE)
+_PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
@@ -55,20 +56,25 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
 
 
 def _entered_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]:
-    """The condition of a region, `if use_amp and train:`, in whose `else` the same model runs in float32, and the flag."""
+    """The condition of a region, `if use_amp and train:`, without which the same model runs in float32, and the flag."""
     region = event.autocast()
     around = script.above(region.node) if region is not None else ()
     entered = next((n for n in around if isinstance(n, (ast.With, ast.AsyncWith))), None)
     block = script.outline.parents.get(entered) if entered is not None else None
     if not isinstance(block, ast.If) or entered not in block.body or not isinstance(event.node, ast.Call):
         return None, ""
-    parts = block.test.values if isinstance(block.test, ast.BoolOp) and isinstance(block.test.op, ast.And) else []
+    tests = script.outline.values(block.test.id, event.function) if isinstance(block.test, ast.Name) else [block.test]
+    test = tests[0] if len(tests) == 1 else None
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
     flag = next((text for text in map(text_of, parts) if _TRAINS.fullmatch(text)), "")
-    other = [n for statement in block.orelse for n in ast.walk(statement)]
+    rest = block.orelse
+    while len(rest) == 1 and isinstance(rest[0], ast.If) and text_of(rest[0].test) == flag:
+        rest = rest[0].orelse  # training without mixed precision
+    other = [n for statement in rest for n in ast.walk(statement)]
     is_run = any(isinstance(n, ast.Call) and text_of(n.func) == text_of(event.node.func) for n in other)
     contexts = [text_of(n.context_expr) for n in other if isinstance(n, ast.withitem)]
     is_plain = all(_GRADIENTS_OFF.search(text) for text in contexts)
-    return (block.test, flag) if flag and is_run and is_plain else (None, "")
+    return (test, flag) if flag and is_run and is_plain else (None, "")
 
 
 def _full_in_validation(script: Script, dtype: ast.expr, event: Event) -> tuple[ast.AST | None, str]:
@@ -128,6 +134,12 @@ def _cell_around(script: Script, event: Event) -> list[ast.AST]:
         return [top[-1]]
     cell = script.source.cell_line(top[-1].lineno).cell
     return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
+
+
+def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:
+    """Whether a function that validates under autocast calls a method for one input, to show what the model predicts."""
+    callers = {node for root in event.roots for node in script.above(root)}
+    return bool(_PREDICTS.search(event.function.name)) and any(e.function.node in callers for e in validated)
 
 
 def is_probe(script: Script, event: Event) -> bool:

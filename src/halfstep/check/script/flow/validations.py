@@ -18,7 +18,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["old_probabilities", "plain_validations", "twin_validations"]
+__all__ = ["named_validations", "old_probabilities"]
 
 _VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
 _ASIDE = regex(
@@ -29,7 +29,7 @@ _ASIDE_OF_UPDATES = regex(r"valid|eval|test|demo|plot|visual|reward|benchmark", 
 _MODEL = regex(r"(^|[._])(model|net|network|student|unet|backbone|encoder|generator|policy)$", re.IGNORECASE)
 _MAKES = regex(r"(^|\.)_*(load|create|build|get|make|init|set|setup|prepare|unwrap|wrap|compile|save)_")
 _PRECISION = regex(
-    r"autocast|amp_|_amp|\bctx\b|context|precision|mixed|accelerat|fabric|trainer|runner|engine|fp16|bf16|half|float16",
+    r"autocast|(?<![a-z])amp_|_amp(?![a-z])|\bctx\b|context|precision|mixed|accelerat|fabric|trainer|runner|engine|fp16|bf16|half|float16",
     re.IGNORECASE,
 )
 _TRAINS = regex(r"(?<![a-z])train(ing)?(?![a-z])")
@@ -41,30 +41,75 @@ _REFERENCE = regex(r"(^|[._])(ref|reference|reward|critic|value|teacher)", re.IG
 _COMPUTES = regex(
     r"^_*(forward|encod|decod|reconstruct|comput|loss|predict|score|extract|embed|denois|transform|backbone|head|training_)"
 )
+_LOSSES = regex(r"(loss|losses|step|forward|batch)$")
 
 
-def plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
-    """The first call of a method of a model in each such function, and the model's name; calls of the model itself are in traces."""
+def named_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The calls without autocast of functions that are named for validation, and the name of what each runs."""
+    plain = (*_plain_validations(script), *_twin_validations(script), *_shared_validations(script))
+    yield from dict(plain).items()
+
+
+def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The first call of a method of a model in each such function, and the model's name.
+
+    Calls of the model itself are in traces, except those of a part, `model.vision_model(x)`, that training runs by its own name.
+    """
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     owners = {f.cls for f in functions if _trains_in_region(f)}
+    forwards = list(script.events("forward")) if owners else []
+    traced = {event.node for event in forwards}
+    trained = {last_name(event.local.subject) for event in forwards if event.autocast() is not None}
     for function in functions:
         if not _VALIDATES.search(function.name) or _ASIDE.search(function.name) or function.cls not in owners:
             continue
         model = next(_forwards(script, function), None)
-        if model is None or key_of(model[0].func) == model[1] or not _NO_GRADIENTS.search(ast.unparse(function.node)):
+        if model is None or not _NO_GRADIENTS.search(ast.unparse(function.node)):
+            continue
+        call, name = model
+        if key_of(call.func) == name and (call in traced or "." not in name or last_name(name) not in trained):
             continue
         if not _may_be_in_region(script, function, functions):
             yield model
 
 
-def twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
+    """The first call outside any region of a function with a model that training calls in one: `compute_loss(model, batch)`."""
+    functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    trained: dict[str, str] = {}
+    for function in filter(_trains_in_region, (*functions, script.outline.module)):
+        trained |= {key_of(call.func): function.cls for call in _calls_in_region(function) if _gets_model(call)}
+    for function in functions if trained else ():
+        if not _VALIDATES.search(function.name) or _ASIDE.search(function.name):
+            continue
+        if not _NO_GRADIENTS.search(ast.unparse(function.node)) or _may_be_in_region(script, function, functions):
+            continue
+        calls = sorted((n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: c.lineno)
+        own = [c for c in calls if trained.get(key_of(c.func)) in {"", function.cls} and _gets_model(c)]
+        if own:
+            yield own[0], key_of(own[0].func)
+            return
+
+
+def _calls_in_region(function: Function) -> Iterator[ast.Call]:
+    """The calls in what a function's text calls autocast."""
+    for block in (n for n in ast.walk(function.node) if isinstance(n, ast.With)):
+        if any("autocast" in text_of(item.context_expr) for item in block.items):
+            yield from (n for n in ast.walk(block) if isinstance(n, ast.Call))
+
+
+def _gets_model(call: ast.Call) -> bool:
+    """Whether a call passes a model to a function that is named for a forward or a loss."""
+    named = bool(_COMPUTES.search(last_name(key_of(call.func))) or _LOSSES.search(last_name(key_of(call.func))))
+    return named and any(_MODEL.search(key_of(value)) for value in arguments_of(call))
+
+
+def _twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
     """The first call outside any region of a method whose twin training calls in one: `get_eval_loss(batch)` for `get_train_loss(batch)`."""
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     twins: dict[str, str] = {}
     for trained in filter(_trains_in_region, functions):
-        blocks = [n for n in ast.walk(trained.node) if isinstance(n, ast.With)]
-        inside = [n for b in blocks for i in b.items if "autocast" in text_of(i.context_expr) for n in ast.walk(b)]
-        for key in (key_of(n.func) for n in inside if isinstance(n, ast.Call)):
+        for key in (key_of(call.func) for call in _calls_in_region(trained)):
             owner, dot, name = key.rpartition(".")
             if owner and _TRAINS.search(name):
                 twins |= {f"{owner}{dot}{_TRAINS.sub(other, name)}": trained.cls for other in _VALIDATIONS}

@@ -32,7 +32,7 @@ _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "pars
 # Functions of other files that are about data, seeds or logs: they read no precision.
 _MPS = regex(r"^[\w.()]*device[\w.()]* == ['\"]mps['\"]$|^torch\.backends\.mps\.is_available\(\)$")
 _HAS_CUDA = regex(r"^torch\.cuda\.is_available\(\)$")
-_UNRELATED = regex(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
+_UNRELATED = regex(r"(data|loader|sampler|seed|logg(er|ing)?|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)|data_?(set|loader)s?$|^(init|setup)_?(dist|ddp)|distributed_mode$", re.IGNORECASE)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,13 +144,23 @@ def stays_here(options: Options) -> bool:
         starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
         last = chain(node.func)[-1:]
         is_known = bool(last) and (
-            _is_engine(node.func) or last[0] in own | _SHOWS | {"spawn", "Process"} or _UNRELATED.search(last[0])
+            _is_engine(node.func)
+            or last[0] in own | _SHOWS | {"spawn", "Process"}
+            or _UNRELATED.search(last[0])
+            or _asks_by_name(node, last[0])
+            or chain(node.func)[:1] == ("wandb",)
         )
         if passed and not is_known:
             return False
         if any(spaces & {n.id for n in ast.walk(s) if isinstance(n, ast.Name)} for s in starred):
             return False
     return bool(spaces) and not _reads_any(options, spaces)
+
+
+def _asks_by_name(call: ast.Call, name: str) -> bool:
+    """Whether a call is about one attribute, whose name it has as a literal: `hasattr(args, "num_epochs")`."""
+    named = call.args[1:2]
+    return name in {"hasattr", "getattr", "setattr", "delattr"} and all(isinstance(a, ast.Constant) for a in named)
 
 
 def _namespaces(options: Options) -> set[str]:

@@ -6,14 +6,16 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats, formats_of, keyword_of
-from halfstep.check.script.objects.parameters import may_freeze
+from halfstep.check.script.objects.parameters import is_model_name, may_freeze
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = [
+    "SHOWS_GRADIENTS",
     "adds_unscaled",
     "created_formats",
     "dtype_of_weight",
@@ -35,6 +37,15 @@ _READS = {
 }  # functions of torch that take a gradient
 # Functions of other files that read every gradient: `get_grad_norm`, `compute_gradient_norm`, `total_grad_norm_`.
 _GRAD_NORM = regex(r"^_?(?!clip|log)(\w+_)?(grad|gradient|grads|gradients)_?(l2_?)?norms?_?(fp32)?$", re.IGNORECASE)
+
+# Those that log them, of a logger too: `plot_grad_flow(model.named_parameters())`, `logger.log_gradients(model)`.
+SHOWS_GRADIENTS = regex(
+    r"^_*(log|plot|record|write|track|visuali[sz]e|show|print|monitor|add|report)_(model_)?grad(ient)?s?"
+    r"(_?(norms?|hist(ogram)?s?|flow|stats?|statistics|tb|tensorboard|wandb|values?|distributions?))*$",
+    re.IGNORECASE,
+)
+_HISTOGRAMS = {"add_histogram", "Histogram", "histogram"}  # of TensorBoard and W&B
+_PARAMETERS = {"parameters", "named_parameters"}
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -102,11 +113,24 @@ def adds_unscaled(value: ast.AST) -> bool:
 
 
 def reads_gradients(outline: Outline, call: ast.Call, function: Function, name: str, last: str) -> bool:
-    """Whether a call of a function, not of a method, computes a norm of gradients."""
+    """Whether a call of a function, not of a method, computes a norm of gradients, or is named for logging those of a model."""
+    if SHOWS_GRADIENTS.match(last):
+        return any(_has_gradients(value) for value in arguments_of(call))
+    if last in _HISTOGRAMS:
+        return any(is_gradient(outline, value, function) for value in arguments_of(call))
     if last in _READS and name.startswith("torch."):
         return bool(call.args) and is_gradient(outline, call.args[0], function)
+    if name == "torch.nn.utils.get_total_norm":
+        return bool(call.args) and _are_gradients(outline, call.args[0], function)
     is_function = isinstance(call.func, ast.Name) or bool(name)
     return is_function and bool(call.args) and bool(_GRAD_NORM.match(last))
+
+
+def _has_gradients(value: ast.expr) -> bool:
+    """Whether an argument is a model, or its parameters."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        return value.func.attr in _PARAMETERS
+    return is_model_name(key_of(value))
 
 
 def created_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:

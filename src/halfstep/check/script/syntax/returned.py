@@ -1,13 +1,13 @@
-"""Where an object goes that a function of the file creates and returns: `scaler` of `scaler = build_scaler(cfg)`."""
+"""Where an object goes that a function of the file creates and returns, `scaler` of `scaler = build_scaler(cfg)`, and where one comes from."""
 
 from __future__ import annotations
 
 import ast
 
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["returned_to"]
+__all__ = ["created_by", "returned_to"]
 
 MAX_DEPTH = 3
 
@@ -31,3 +31,20 @@ def returned_to(outline: Outline, node: ast.AST, depth: int = MAX_DEPTH) -> str:
             target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
             keys.add(key_of(target) or (returned_to(outline, parent, depth - 1) if parent is not None else ""))
     return keys.pop() if len(keys) == 1 else ""
+
+
+def created_by(outline: Outline, node: ast.expr, function: Function, depth: int = MAX_DEPTH) -> list[str]:
+    """The functions of libraries whose result an object may be, also as what functions of the file return; the name of a module itself.
+
+    "" stands for what is unknown. None is left out.
+    """
+    names: list[str] = []
+    sources = outline.sources(key_of(node), function) if key_of(node) else []
+    for value, scope in sources or [(node, function)]:
+        target = outline.call_target(value, scope) if isinstance(value, ast.Call) else None
+        if target is not None and depth:
+            returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+            names += [name for v in returns for name in created_by(outline, v, target, depth - 1)]
+        elif not (isinstance(value, ast.Constant) and value.value is None):
+            names.append(outline.names.full(value.func if isinstance(value, ast.Call) else value))
+    return names

@@ -1,0 +1,142 @@
+"""Settings of a file that trains which nothing in it reads: fields, class attributes, keys, constants and options of a command.
+
+Another file may read some of them. This one is where settings are used if it reads most of the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.regex import regex
+from halfstep.check.script.syntax.children import all_nodes, all_statements
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.unread import is_unread, last_of, read_names
+
+__all__ = ["unread_settings"]
+
+FEW = 5  # fields; with fewer, a file may as well only create the object
+_SETTINGS = regex(
+    r"^(cfg|conf|config|args|hparams?|hyper_?param\w*|params|settings?|opts?|options)$|(config|cfg|_settings|_args)$",
+    re.IGNORECASE,
+)
+_COMMANDS = {"command", "option", "argument", "pass_context"}  # decorators of click and typer
+_WHOLE = {"asdict", "astuple", "vars", "fields", "__dict__"}
+
+Unread = Iterator[tuple[ast.AST, str]]
+
+
+def unread_settings(
+    outline: Outline, tree: ast.Module, text: str, field: re.Pattern[str], flag: re.Pattern[str]
+) -> Unread:
+    """The settings with a name of a pattern that are never read, each with what is wrong with it."""
+    nodes = all_nodes(tree)
+    named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Dict | ast.Assign)]
+    if named:
+        read = read_names(nodes)
+        yield from _fields(outline, tree, text, field, read)
+        yield from _keys(tree, text, field)
+    yield from _constants(outline, tree, text, flag)
+    yield from _commands(outline, text, flag)
+
+
+def _fields(outline: Outline, tree: ast.Module, text: str, field: re.Pattern[str], read: set[str]) -> Unread:
+    """Fields of a dataclass, and attributes of a class of settings, `class CFG:`, in the file that reads nearly all of the others."""
+    if outline.calls.keys() & _WHOLE or ".__dict__" in text:
+        return
+    for node in all_statements(tree):
+        if not isinstance(node, ast.ClassDef) or node.bases:
+            continue
+        is_dataclass = "dataclass" in map(last_of, node.decorator_list)
+        if not is_dataclass and not (_SETTINGS.search(node.name) and all(map(_is_setting, node.body))):
+            continue
+        fields = {name: s for s in node.body for name in _assigned(s)}
+        num_read = len(fields.keys() & read)
+        if num_read < max(FEW, len(fields) * 2 / 3):
+            continue
+        for name, statement in fields.items():
+            # By the text as well: the tree has the default of a field in the place of `config.bf16`.
+            written = re.search(rf"[.\"']{name}\b", text)
+            if name not in read and written is None and field.fullmatch(name):
+                yield (
+                    statement,
+                    f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`",
+                )
+
+
+def _is_setting(statement: ast.stmt) -> bool:
+    """Whether a statement in a class is a constant, or a docstring; methods may read what the class has."""
+    return isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Pass)
+
+
+def _assigned(statement: ast.stmt) -> list[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return [t.id for t in targets if isinstance(t, ast.Name)]
+
+
+def _keys(tree: ast.Module, text: str, field: re.Pattern[str]) -> Unread:
+    """Keys of a dictionary of settings that the file reads by the other keys, and passes nowhere as a whole."""
+    for statement in tree.body:
+        table = statement.value if isinstance(statement, ast.Assign) else None
+        names = _assigned(statement)
+        if not isinstance(table, ast.Dict) or len(names) != 1 or not _SETTINGS.search(names[0]):
+            continue
+        keys = {k.value: k for k in table.keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+        rest = text.replace("\\", "")
+        num_read = sum(_is_written(rest, key) > 1 for key in keys)
+        uses = re.findall(rf"\b{names[0]}\b(?!\s*=[^=])(.?)", text)
+        if num_read < max(FEW, len(keys) * 2 / 3) or len(keys) < len(table.keys) or set(uses) - {"["}:
+            continue
+        for key, node in keys.items():
+            if _is_written(rest, key) == 1 and field.fullmatch(key):
+                yield node, f"`{key}` is never read in this file, which reads {num_read} other keys of `{names[0]}`"
+
+
+def _is_written(text: str, key: str) -> int:
+    """How often a text has a key in quotes."""
+    return len(re.findall(rf"[\"']{re.escape(key)}[\"']", text))
+
+
+def _constants(outline: Outline, tree: ast.Module, text: str, flag: re.Pattern[str]) -> Unread:
+    """Switches at the top of a file that trains when it runs: `USE_AMP = True`."""
+    if "backward" not in outline.calls or not re.search(r"__main__|^(for|with|while) |^main\(", text, re.MULTILINE):
+        return
+    for statement in tree.body:
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        if not isinstance(value, ast.Constant) or not isinstance(value.value, bool):
+            continue
+        for name in _assigned(statement):
+            if flag.fullmatch(name.lower()) and len(re.findall(rf"\b{name}\b", text)) == 1:
+                yield statement, f"`{name}` is assigned and never read"
+
+
+def _commands(outline: Outline, text: str, flag: re.Pattern[str]) -> Unread:
+    """Options of a function that click, typer or fire runs as a command, which the function never reads."""
+    runs = {("typer", "run"), ("fire", "Fire"), ("tyro", "cli")}
+    started = set()
+    for package, name in runs:
+        for call, _ in outline.calls.get(name, ()):
+            if (
+                outline.names.full(call.func) == f"{package}.{name}"
+                and call.args
+                and isinstance(call.args[0], ast.Name)
+            ):
+                started.add(call.args[0].id)
+    for function in outline.functions:
+        decorators = list(map(last_of, getattr(function.node, "decorator_list", ())))
+        is_command = "command" in decorators and set(decorators) <= _COMMANDS and outline.names.uses("click", "typer")
+        if not is_command and not (function.name in started and not decorators):
+            continue
+        if "locals" in outline.calls or re.search(r"\bctx\b|\bcontext\.(params|args)", text):
+            continue
+        for argument in _arguments(function):
+            if flag.fullmatch(argument.arg) and is_unread(text, function, argument.arg):
+                yield argument, f"the option `--{argument.arg.replace('_', '-')}` of `{function.name}` is never read"
+
+
+def _arguments(function: Function) -> list[ast.arg]:
+    if isinstance(function.node, ast.Module):
+        return []
+    arguments = function.node.args
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
