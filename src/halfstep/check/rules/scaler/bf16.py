@@ -16,7 +16,16 @@ from halfstep.check.script.flow.order import earlier, is_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, argument, constant, dtypes_of, text_of
+from halfstep.check.script.objects.values import (
+    DTYPES,
+    UNKNOWN,
+    Autocast,
+    Scaler,
+    argument,
+    constant,
+    dtypes_of,
+    text_of,
+)
 from halfstep.check.script.scaling.device_tests import Test, asks_for_cuda, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.scaling.elsewhere import bfloat16_by_default, enters_bfloat16
 from halfstep.check.script.script import Script
@@ -32,7 +41,9 @@ _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
 _OTHER_DEVICE = regex(r"^([\w.]+|str\([\w.]+\)) == '(cpu|mps|xpu)'$")
-_OF_DEVICE = regex(r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE)  # engines have a scaler of their own
+_OF_DEVICE = regex(
+    r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE
+)  # engines have a scaler of their own
 _SWITCH = regex(r"(^|[._])(use_|with_|enable_)?(amp|mixed_precision|autocast)(_enabled)?$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
@@ -284,7 +295,9 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     function = region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
     low = [v for v in values if not isinstance(v, ast.IfExp) and _names_bf16(script, v)]
-    if low and all(_is_without_cuda(script, v) for v in low):  # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
+    if low and all(
+        _is_without_cuda(script, v) for v in low
+    ):  # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
         return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
     tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
     if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
