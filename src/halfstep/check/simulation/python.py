@@ -66,6 +66,10 @@ class Python(Decisions):
     def _builtin_cycle(self, args: list[Any], node: ast.AST) -> Any:
         if not args or args[0] in ([], (), range(0)):
             return Unknown(self.path.fresh("cycle"))
+        if (
+            isinstance(args[0], Partial) and args[0].function == "range"
+        ):  # where its end is unknown, so is where windows begin
+            self.gradients.is_sure = False
         return Partial("cycle", [args[0], self._from_start(args[0])], {})
 
     def _from_start(self, value: Any) -> Any:
