@@ -43,7 +43,11 @@ def chosen(dtype=BY_HARDWARE, scaler=ON_CUDA, after="pass", region=""):
         {"scaler": "GradScaler('cuda', enabled=torch.cuda.is_available())"},
         {"scaler": "GradScaler() if device.type == 'cuda' else None"},
         {"scaler": "GradScaler(enabled=cfg.amp_enabled)", "region": "enabled=cfg.amp_enabled"},
-        {"scaler": "GradScaler(enabled=low)", "region": "enabled=low", "dtype": f"low = bool(cfg.low)\n    {BY_OPTION}"},
+        {
+            "scaler": "GradScaler(enabled=low)",
+            "region": "enabled=low",
+            "dtype": f"low = bool(cfg.low)\n    {BY_OPTION}",
+        },
         {"after": "if cfg.use_deepspeed: scaler = None"},
     ],
 )

@@ -22,7 +22,9 @@ __all__ = ["RULES"]
 
 _CHECKPOINT = r"\w*(ckpt|checkpoint|ckp|resume|state|saved)\w*"
 # The settings of the run that is resumed: `args = checkpoint["args"]`, `Namespace(**checkpoint["args"])`, `checkpoint["args"].amp`.
-_SETTINGS = regex(rf"(args|cfg|conf|config|hparams|opts?)\b.*=.*\b{_CHECKPOINT}(\[|\.get\()|\b{_CHECKPOINT}\[['\"](args|cfg|config|opt)['\"]\]\.")
+_SETTINGS = regex(
+    rf"(args|cfg|conf|config|hparams|opts?)\b.*=.*\b{_CHECKPOINT}(\[|\.get\()|\b{_CHECKPOINT}\[['\"](args|cfg|config|opt)['\"]\]\."
+)
 _OF_HARDWARE = regex(r"is_available|is_bf16_supported|capability|device|cuda")
 _RESUME = """\
 import torch
@@ -108,7 +110,11 @@ def _is_checked(script: Script, load: Event) -> bool:
     """Whether a scaler only loads a state that is not empty, or the error is caught."""
     call = load.node
     state = argument(call, 0, "state_dict") if isinstance(call, ast.Call) else None
-    if state is None or not (key_of(state) or _entry_name(state)) or any(isinstance(n, ast.Try) for n in script.above(call)):
+    if (
+        state is None
+        or not (key_of(state) or _entry_name(state))
+        or any(isinstance(n, ast.Try) for n in script.above(call))
+    ):
         return True
     tests = [n.test for n in script.above(call) if isinstance(n, (ast.If, ast.IfExp))]
     parts = [p for test in tests for p in (test.values if isinstance(test, ast.BoolOp) else [test])]
@@ -117,10 +123,16 @@ def _is_checked(script: Script, load: Event) -> bool:
     if any(name in text_of(part) for part in others for name in names):
         return True
     owner = re.split(r"\W", text_of(state))[0]
-    if any(is_amp((text_of(p), True)) and owner in text_of(p) and " in " not in text_of(p) for p in tests):
+    asked = [text_of(p) for p in parts if not (isinstance(p, ast.Compare) and _asks_if_present(p))]
+    if any(is_amp((text, True)) and owner in text for text in asked):
         return True  # `if checkpoint["amp"] and args.amp:`
     # `if not state: return`
     return bool(re.search(rf"\bnot\s+{re.escape(text_of(state))}\s*(:|and|or)", script.source.text))
+
+
+def _asks_if_present(test: ast.Compare) -> bool:
+    """Whether a test is `"scaler" in checkpoint`, or that something is not None."""
+    return isinstance(test.ops[0], (ast.In, ast.NotIn)) or constant(test.comparators[0]) is None
 
 
 def _is_same_entry(script: Script, load: Event, saved: list[Event]) -> bool:

@@ -126,7 +126,9 @@ class ClipOnlyWithAmp(TraceRule):
         back = next(earlier(trace, index, "backward", "owned_backward"), None)
         if back is None or trace[back].kind != "backward" or trace[back].scaled != "no" or step.inside("owned"):
             return None
-        scaled = [e for e in trace if e.kind == "scaler_step" and e.optimizer == step.optimizer and e.loops == step.loops]
+        scaled = [
+            e for e in trace if e.kind == "scaler_step" and e.optimizer == step.optimizer and e.loops == step.loops
+        ]
         scaled = [e for e in scaled if _is_other_branch(e, step) and not switched_off(script, e)]
         clips = [e for e in trace if e.kind == "clip" and not measures_only(e.node) and e.loops[:1] == step.loops[:1]]
         unknown = _own_clips(script, clips, step) or _clips_otherwise(script, clips)

@@ -155,7 +155,9 @@ def rebound_between(script: Script, a: Event, b: Event) -> bool:
     first, last = getattr(a.node, "lineno", 0), getattr(b.node, "lineno", 0)
     for guard in b.guards:
         lines = range(first + (guard in a.guards), last + 1)
-        bindings = [x for name in _NAME.findall(guard.text) for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+        bindings = [
+            x for name in _NAME.findall(guard.text) for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]
+        ]
         if any(x.function is b.function and getattr(x.node, "lineno", 0) in lines for x in bindings):
             return True
     return False

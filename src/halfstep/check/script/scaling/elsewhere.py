@@ -13,7 +13,9 @@ from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["bfloat16_by_default", "enters_bfloat16"]
 
-_HELPER = regex(r"^_?(get_|make_|maybe_|build_|create_)?(amp_)?autocast(_?(context|ctx|manager|cm))?$|^amp_(context|ctx)$")
+_HELPER = regex(
+    r"^_?(get_|make_|maybe_|build_|create_)?(amp_)?autocast(_?(context|ctx|manager|cm))?$|^amp_(context|ctx)$"
+)
 _DTYPE = regex(r"^(amp|autocast|mixed_precision)_(dtype|precision)$")
 _NAMES = {"bf16", "bfloat16", "torch.bfloat16"}
 
