@@ -26,7 +26,14 @@ from halfstep.check.script.objects.values import (
     dtypes_of,
     text_of,
 )
-from halfstep.check.script.scaling.device_tests import Test, asks_for_cuda, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.scaling.device_tests import (
+    Test,
+    is_always_on_cuda,
+    is_without_cuda,
+    parts_of,
+    tests_of,
+    tests_of_guards,
+)
 from halfstep.check.script.scaling.elsewhere import bfloat16_by_default, enters_bfloat16
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -40,10 +47,8 @@ _NOT_FLOAT32 = regex(r"^([A-Za-z_][\w.]*) (?:!=|is not) (?:torch\.)?['\"]?(?:flo
 _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
-_OTHER_DEVICE = regex(r"^([\w.]+|str\([\w.]+\)) == '(cpu|mps|xpu)'$")
-_OF_DEVICE = regex(
-    r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE
-)  # engines have a scaler of their own
+# Engines have a scaler of their own.
+_OF_DEVICE = regex(r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE)
 _SWITCH = regex(r"(^|[._])(use_|with_|enable_)?(amp|mixed_precision|autocast)(_enabled)?$")
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
@@ -188,16 +193,14 @@ class ScalerWithBf16(ScriptRule):
             creation = _creation(script, scaler)
             if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
                 continue
-            on_cuda = scaler.enabled == "yes" or _is_always_on_cuda(script, scaler)
+            on_cuda = scaler.enabled == "yes" or is_always_on_cuda(script, scaler)
             if not (on_cuda or _SWITCH.search(scaler.enabled)) and any(UNKNOWN in a.dtypes for a in either):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
-            flags = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
-            # A flag for mixed precision as a whole says nothing about the dtype.
-            amp = _SWITCH.search(scaler.enabled) and not any(
-                _FORMAT.search(text_of(f)) for f in (*flags, *scaler.node.keywords)
-            )
             switches = _texts(script, scaler.enabled, scaler.function)
+            # A flag for mixed precision as a whole says nothing about the dtype.
+            texts = {*switches, *map(text_of, scaler.node.keywords)}
+            amp = _SWITCH.search(scaler.enabled) and not any(map(_FORMAT.search, texts))
             together = on_cuda or all(_is_entered_with(script, a, switches) for a in either)
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
@@ -295,9 +298,8 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     function = region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
     low = [v for v in values if not isinstance(v, ast.IfExp) and _names_bf16(script, v)]
-    if low and all(
-        _is_without_cuda(script, v) for v in low
-    ):  # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
+    if low and all(is_without_cuda(script, v, function) for v in low):
+        # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
         return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
     tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
     if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
@@ -306,18 +308,6 @@ def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: s
     is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
     tested = {part for switch in switches for part in switch.split(" and ")}
     return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
-
-
-def _is_without_cuda(script: Script, value: ast.expr) -> bool:
-    """Whether a value stands where the device is not CUDA."""
-    guards = conditions_of(script.outline, value)
-    return any(_ON_CUDA.search(g.text) if not g.is_true else _OTHER_DEVICE.search(g.text) for g in guards)
-
-
-def _is_always_on_cuda(script: Script, scaler: Scaler) -> bool:
-    """Whether a scaler asks for nothing but the device: `enabled=device.type == "cuda"`."""
-    tests = list(tests_of(script, scaler))
-    return bool(tests) and all(is_true and asks_for_cuda(test) for test, is_true in tests)
 
 
 def _texts(script: Script, flag: str, function: Function) -> set[str]:

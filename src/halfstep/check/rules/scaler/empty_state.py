@@ -123,10 +123,16 @@ def _is_checked(script: Script, load: Event) -> bool:
     if any(name in text_of(part) for part in others for name in names):
         return True
     owner = re.split(r"\W", text_of(state))[0]
-    if any(is_amp((text_of(p), True)) and owner in text_of(p) and " in " not in text_of(p) for p in tests):
+    asked = [text_of(p) for p in parts if not (isinstance(p, ast.Compare) and _asks_if_present(p))]
+    if any(is_amp((text, True)) and owner in text for text in asked):
         return True  # `if checkpoint["amp"] and args.amp:`
     # `if not state: return`
     return bool(re.search(rf"\bnot\s+{re.escape(text_of(state))}\s*(:|and|or)", script.source.text))
+
+
+def _asks_if_present(test: ast.Compare) -> bool:
+    """Whether a test is `"scaler" in checkpoint`, or that something is not None."""
+    return isinstance(test.ops[0], (ast.In, ast.NotIn)) or constant(test.comparators[0]) is None
 
 
 def _is_same_entry(script: Script, load: Event, saved: list[Event]) -> bool:

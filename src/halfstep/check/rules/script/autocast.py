@@ -12,12 +12,11 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.modules import region_left_open
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
+from halfstep.check.script.regions.devices import is_device, numbered_device
 from halfstep.check.script.regions.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -193,23 +192,18 @@ class AutocastDevice(ScriptRule):
                 fault = "has no device type and raises TypeError"
             elif isinstance(constant(device), bool) or script.outline.names.full(device) in DTYPES:
                 fault = f"expects the device type first, not `{text_of(device)}`"
-            elif self._is_device(script, device, region):
+            elif is_device(script, device, region):
                 fault = f"expects the device type as a string, but `{text_of(device)}` is a torch.device"
+            elif number := numbered_device(script, device, region.function):
+                yield self.finding(
+                    script.where(device),
+                    f"`{number[0]}` raises AttributeError where the device is the number `{text_of(number[1])}` ({script.at(number[1])})",
+                    instead='torch.device("cuda", number)',
+                )
             if fault:
                 yield self.finding(
                     script.where(call), f"`{text_of(call.func)}` {fault}", instead='torch.autocast("cuda", ...)'
                 )
-
-    @staticmethod
-    def _is_device(script: Script, device: ast.expr, region: Autocast) -> bool:
-        key = key_of(device)
-        function = next((f for c, f in script.outline.library_calls.get(region.api, ()) if c is region.node), None)
-        # An attribute that this file does not assign belongs to a base class.
-        if not key or function is None or key in function.params or ("." in key and key not in script.outline.bindings):
-            return isinstance(device, ast.Call) and script.outline.names.full(device.func) == "torch.device"
-        values = [arm for value in script.outline.values(key, function) for arm in arms_of(value)]
-        calls = [v for v in values if isinstance(v, ast.Call) and script.outline.names.full(v.func) == "torch.device"]
-        return bool(values) and len(calls) == len(values)
 
 
 class AutocastArgumentOrder(ScriptRule):

@@ -341,13 +341,13 @@ class AmpNotImported(ScriptRule):
         "        return model(x)\n",
     )
     good = (
-        "import torch\nDTYPES = {'fp16': torch.float16}\ndef evaluate(model, x, name):\n"
-        "    with torch.autocast('cuda', dtype=DTYPES.get(name, torch.bfloat16)):\n        return model(x)\n",
         "import torch\nfrom torch.amp import GradScaler\nscaler = GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
         "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n".replace(
             "    loss = model(x)\n", _REGION
         ),
         "import torch\nfrom mixed import *\ndef evaluate(model, x):\n    with amp.autocast():\n        return model(x)\n",
+        "import torch\nDTYPES = {'fp16': torch.float16}\ndef evaluate(model, x, name):\n"
+        "    with torch.autocast('cuda', dtype=DTYPES.get(name, torch.bfloat16)):\n        return model(x)\n",
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html",)
 

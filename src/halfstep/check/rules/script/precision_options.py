@@ -359,9 +359,7 @@ class InvertedOption(ScriptRule):
         """Options that store False under the name of a feature."""
         for call, flag, name in Options(script).declared:
             flags = [str(constant(a)).lstrip("-").replace("-", "_").lower() for a in call.args]
-            if not all(_PLAIN_FLAG.fullmatch(f) for f in flags if len(f) > 2) or not _PLAIN_FLAG.fullmatch(
-                name.lower()
-            ):
+            if not all(_PLAIN_FLAG.fullmatch(f) for f in (name.lower(), *flags) if len(f) > 2):
                 continue
             if _stored(call) is not False or _default(script, call) is False or _is_negated(script, name):
                 continue

@@ -16,10 +16,12 @@ from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.adapters import adapted_casts
-from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways
+from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, is_on_gpu
 from halfstep.check.script.objects.layers import managed_casts
 from halfstep.check.script.objects.training import Trained
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import Lineage, casts_in, conditions_of
+from halfstep.check.script.scaling.device_tests import tests_of
 from halfstep.check.script.scaling.scaler_condition import spares_half_weights
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -260,20 +262,28 @@ def _managed_ties(script: Script) -> Iterator[Trained]:
 
 def _enabling_test(script: Script, tie: Trained) -> str:
     """The test `dtype == torch.float16` that enables the scaler of a tie, of the dtype that its weights have; "" if none does."""
-    names = {key_of(value) for value in dtype_values(tie.cast)} - {""}
+    names = {key_of(value) for value in _named_dtypes(tie)} - {""}
     optimizers = optimizer_names(script, tie.by)
     for step in script.events("scaler_step"):
         if step.optimizer.rsplit(".", 1)[-1] not in optimizers or without_amp(step):
             continue
         for scaler in (s for s in scalers_at(script, step) if "Sharded" not in s.api):
             created = conditions_of(script.outline, scaler.node)
-            texts = [scaler.enabled, *(g.text for g in created if g.is_true and scaler.enabled == "yes")]
-            tests = [text for text in texts if (test := _FLOAT16_TEST.fullmatch(text)) and test[1] in names]
+            # Each part of `enabled=amp and dtype == torch.float16` holds where the scaler is enabled.
+            parts = [text_of(test) for test, is_true in tests_of(script, scaler) if is_true]
+            tests = [text for text in parts if (test := _FLOAT16_TEST.fullmatch(text)) and test[1] in names]
             here = conditions_of(script.outline, tie.cast.node)
             if tests and scaler.function is tie.cast.function and possible(created, here):
                 others = [g for g in created if g.text not in tests and g not in here]
                 return " and ".join([tests[0], *(g.text if g.is_true else f"not {g.text}" for g in others)])
     return ""
+
+
+def _named_dtypes(tie: Trained) -> Iterator[ast.expr]:
+    """The variables that the weights of a tie have as their dtype; of `dtype if device == "cuda" else None` the first arm."""
+    for value in dtype_values(tie.cast):
+        is_choice = isinstance(value, ast.IfExp) and is_on_gpu(Guard(text_of(value.test), True))
+        yield value.body if is_choice and isinstance(value, ast.IfExp) else value
 
 
 RULES: tuple[type[Rule], ...] = (HalfModelWithScaler,)

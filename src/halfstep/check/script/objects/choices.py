@@ -364,17 +364,17 @@ def compared_formats(outline: Outline, node: ast.expr, formats: frozenset[str]) 
                 left = names if is_one and formats == {UNKNOWN} else formats & names if is_one else formats - names
                 formats = left if names and left else formats
         child, parent = parent, outline.parents.get(parent)
-    return (
-        formats if formats != {UNKNOWN} or not isinstance(node, ast.Name) else formats | _asked(outline, node, parent)
-    )
+    return formats | _asked(outline, key, parent) if formats == {UNKNOWN} and key else formats
 
 
-def _asked(outline: Outline, node: ast.Name, function: ast.AST | None) -> frozenset[str]:
-    """The 16-bit formats that a function asks for where another file chooses: `dtype = resolve_dtype(args)`, `dtype == torch.bfloat16`."""
-    made = [b.value for b in outline.bindings.get(node.id, ()) if b.function.node is function]
-    if function is None or not made or not all(isinstance(v, ast.Call) and "dtype" in text_of(v.func) for v in made):
+def _asked(outline: Outline, key: str, function: ast.AST | None) -> frozenset[str]:
+    """The 16-bit formats that a function asks for where another file chooses: `dtype = resolve_dtype(args)`, or an imported `DTYPE`."""
+    made = [b.value for b in outline.bindings.get(key, ()) if b.function.node is function]
+    is_made = bool(made) and all(isinstance(v, ast.Call) and "dtype" in text_of(v.func) for v in made)
+    is_imported = key.partition(".")[0] in outline.names.table and "dtype" in last_name(key).lower() and not made
+    if function is None or not (is_made or is_imported):
         return frozenset()
-    parts = [_comparison(outline, node.id, n)[0] for n in ast.walk(function) if isinstance(n, ast.Compare)]
+    parts = [_comparison(outline, key, n)[0] for n in ast.walk(function) if isinstance(n, ast.Compare)]
     return frozenset[str]().union(*parts) & {"float16", "bfloat16"}
 
 

@@ -7,15 +7,26 @@ from collections.abc import Iterable, Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import Scaler, argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Test", "asks_for_cuda", "names_mps", "parts_of", "tests_of", "tests_of_guards"]
+__all__ = [
+    "Test",
+    "asks_for_cuda",
+    "is_always_on_cuda",
+    "is_without_cuda",
+    "names_mps",
+    "parts_of",
+    "tests_of",
+    "tests_of_guards",
+]
 
 _CUDA = regex(r"\bcuda\b")
 _MPS = regex(r"\bmps\b")
+_OTHER = regex(r"device.* == '(cpu|mps|xpu)'$")
 _AVAILABLE = "torch.cuda.is_available"
 _MAX_DEPTH = 3  # variables between a flag and the test that it is
 Test = tuple[ast.expr, bool]  # an expression and the value it has where the flag is true
@@ -79,6 +90,18 @@ def asks_for_cuda(test: ast.expr) -> bool:
     is_named = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.Eq, ast.In)) and not _MPS.search(text)
     is_prefix = isinstance(test, ast.Call) and text_of(test.func).endswith(".startswith")
     return (is_named or is_prefix) and bool(_CUDA.search(text)) and "device" in text
+
+
+def is_always_on_cuda(script: Script, scaler: Scaler) -> bool:
+    """Whether a scaler asks for nothing but the device: `enabled=device.type == "cuda"`."""
+    tests = list(tests_of(script, scaler))
+    return bool(tests) and all(is_true and asks_for_cuda(test) for test, is_true in tests)
+
+
+def is_without_cuda(script: Script, value: ast.expr, function: Function) -> bool:
+    """Whether a value stands where the device is not CUDA."""
+    tests = tests_of_guards(script, conditions_of(script.outline, value), function)
+    return any(_OTHER.search(text_of(test)) if is_true else asks_for_cuda(test) for test, is_true in tests)
 
 
 def names_mps(test: ast.expr) -> bool:

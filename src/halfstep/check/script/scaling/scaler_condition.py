@@ -14,6 +14,7 @@ from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
+from halfstep.check.script.scaling.other_values import float16_otherwise, float16_without_cuda
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -187,6 +188,12 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
             f"on devices other than CUDA, such as MPS, the scaler is disabled (`{text_of(devices[0])}`), and with float16",
             "torch.amp.GradScaler(device.type, enabled=...) for every device, or bfloat16 on the others",
         )
+    if (rest := float16_otherwise(script, scaler, opened)) is not None:
+        when = f"with any other `{rest[0]}`, such as 'float32', the dtype is float16 and the scaler ({script.at(scaler.node)}) is disabled, so"
+        return Omission(rest[1], when, "reject other values, and enable the scaler for dtype == torch.float16")
+    if (choice := float16_without_cuda(script, scaler, opened)) is not None:
+        when = f"without CUDA the dtype is float16 (`{text_of(choice)}` is false) and the scaler is disabled, so on the CPU"
+        return Omission(opened.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
     return None
 
 

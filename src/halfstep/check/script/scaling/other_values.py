@@ -1,0 +1,92 @@
+"""Float16 by the last `else`: for a setting that names neither format, or on a machine without CUDA, where the scaler is off."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.objects.choices import UNKNOWN, strings_of
+from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.values import DTYPES, Autocast, Scaler, argument, constant, text_of
+from halfstep.check.script.scaling.device_tests import (
+    asks_for_cuda,
+    is_always_on_cuda,
+    parts_of,
+    tests_of,
+    tests_of_guards,
+)
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.excluded import is_excluded
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["float16_otherwise", "float16_without_cuda"]
+
+_HALF, _BFLOAT = {"float16", "fp16", "half"}, {"bfloat16", "bf16"}
+_FULL = ("float32", "fp32")
+
+
+def float16_otherwise(script: Script, scaler: Scaler, opened: Event) -> tuple[str, ast.IfExp] | None:
+    """The setting of which every value but one gives float16, while the scaler is enabled for one of them, and that choice.
+
+    `torch.bfloat16 if args.dtype == "bfloat16" else torch.float16` and `enabled=args.dtype == "float16"`: "float32" is neither.
+    """
+    named = {_compared(test) for test, is_true in tests_of(script, scaler) if is_true}
+    settings = {key for key, value in named if key and value in _HALF}
+    for region in opened.regions[-1].autocasts if settings else ():
+        for choice in _choices(script, region):
+            key, value = _compared(choice.test)
+            is_rest = _dtype(script, choice.body) == "bfloat16" and _dtype(script, choice.orelse) == "float16"
+            if key not in settings or value not in _BFLOAT or not is_rest:
+                continue
+            setting = choice.test.left if isinstance(choice.test, ast.Compare) else choice.test
+            strings = strings_of(script.outline, setting, region.function)
+            is_open = UNKNOWN in strings and not is_excluded(script.outline, setting, _FULL)
+            if is_open and not _asks_for(script, region, opened, key):
+                return key, choice
+    return None
+
+
+def float16_without_cuda(script: Script, scaler: Scaler, opened: Event) -> ast.expr | None:
+    """The test of CUDA without which a region computes in float16, on the CPU, and the scaler is disabled."""
+    if not is_always_on_cuda(script, scaler):
+        return None
+    for region in opened.regions[-1].autocasts:
+        device, enabled = argument(region.node, 0, "device_type"), argument(region.node, 2, "enabled")
+        if device is None or constant(device) is not ... or not region.devices & {"cpu", UNKNOWN}:
+            return None
+        conditions = [*parts_of(script, enabled, region.function)] if enabled is not None else []
+        if any(on and asks_for_cuda(test) for test, on in conditions) or any("cuda" in g.text for g in opened.guards):
+            return None
+        for choice in _choices(script, region):
+            parts = list(parts_of(script, choice.test, region.function))
+            is_rest = _dtype(script, choice.orelse) == "float16" and _dtype(script, choice.body) == "bfloat16"
+            if is_rest and any(on and asks_for_cuda(test) for test, on in parts):
+                return choice.test
+    return None
+
+
+def _asks_for(script: Script, region: Autocast, opened: Event, setting: str) -> bool:
+    """Whether a region is entered only for some values of a setting: `amp = dtype in ("float16", "bfloat16")`."""
+    conditions = (*opened.guards, *conditions_of(script.outline, region.node), Guard(region.enabled, is_true=True))
+    tests = tests_of_guards(script, conditions, region.function)
+    return any(setting in text_of(test) for test, _ in tests)
+
+
+def _choices(script: Script, region: Autocast) -> list[ast.IfExp]:
+    """The `a if x else b` that a region has as its dtype, in place or in a variable."""
+    node = region.dtype_node
+    if node is None:
+        return []
+    values = script.outline.values(key_of(node), region.function) or [node]
+    return [v for v in values if isinstance(v, ast.IfExp)] if len(values) == 1 else []
+
+
+def _compared(test: ast.expr) -> tuple[str, object]:
+    """The variable and the string of `args.dtype == "float16"`; "" for anything else."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        return text_of(test.left), constant(test.comparators[0])
+    return "", None
+
+
+def _dtype(script: Script, node: ast.expr) -> str:
+    return DTYPES.get(script.outline.names.full(node), "")

@@ -1,0 +1,105 @@
+"""HS601 and HS602: states of disabled scalers, and scaler classes of the script's own."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def lines(text, code):
+    """The lines at which a rule reports something."""
+    return [f.line for f in findings(text, code)]
+
+
+RESUMED = """\
+import torch
+def save(path, optimizer, scaler, args):
+    torch.save({{"optimizer": optimizer.state_dict(), "scaler": {state}, "args": args}}, path)
+
+def main(args, model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+    if args.resume:
+        checkpoint = torch.load(args.resume)
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        {load}
+    for x in loader:
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.amp):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    save(args.path, optimizer, scaler, args)
+"""
+LOAD = 'scaler.load_state_dict(checkpoint["scaler"])'
+
+
+def resumed(enabled="args.amp", load=LOAD, state="scaler.state_dict()"):
+    return RESUMED.format(enabled=enabled, load=load, state=state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enabled": "args.dtype == 'fp16'"},
+        {"load": f"if args.amp and 'scaler' in checkpoint: {LOAD}"},
+        {"load": f"if checkpoint['scaler'] is not None: {LOAD}"},
+        {"load": "scaler.load_state_dict(checkpoint.get('scaler'))"},
+    ],
+)
+def test_an_empty_state_is_loaded(options):
+    """A test that the entry exists does not exclude an empty one."""
+    assert lines(resumed(**options), "HS601") == [10]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enabled": "True"},
+        {"enabled": "torch.cuda.is_available()"},
+        {"enabled": "not torch.cuda.is_bf16_supported()"},
+        {"load": f"if checkpoint['scaler']: {LOAD}"},
+        {"load": f"if checkpoint.get('scaler'): {LOAD}"},
+        {"load": f"if len(checkpoint['scaler']) > 0: {LOAD}"},
+        {"load": f"if checkpoint['args'].amp and args.amp: {LOAD}"},
+        {"load": f"args = checkpoint['args']; {LOAD}"},
+        {"load": "scaler.load_state_dict(checkpoint['grad_scaler'])"},
+        {"state": "scaler.state_dict() if args.amp else None"},
+        {"state": "None"},
+    ],
+)
+def test_a_state_that_is_not_loaded_or_not_empty(options):
+    """The flag is the same in both runs, the entry is of another format, or something looks at what it contains."""
+    assert lines(resumed(**options), "HS601") == []
+
+
+OWN = """\
+import torch
+class {name}:
+    def scale(self, loss):
+        return {scaled}
+    def unscale_(self, optimizer):
+        {unscale}
+    def step(self, optimizer):
+        for p in self.params:
+            {divide}
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaled", "unscale", "divide", "expected"),
+    [
+        ("loss * self.factor", "pass", "p.grad.div_(self.factor)", [5]),
+        ("loss.mul(self.factor)", '"""Done in step."""', "p.grad = p.grad / self.factor", [5]),
+        ("loss * self.factor", "return None", "p.grad.data.mul_(1 / self.factor)", [5]),
+        ("loss", "pass", "p.grad.div_(self.factor)", []),
+        ("loss * self.factor", "raise NotImplementedError", "p.grad.div_(self.factor)", []),
+        ("loss * self.factor", "self.divide(optimizer)", "p.grad.div_(self.factor)", []),
+        ("loss * self.factor", "pass", "log(p)", []),
+    ],
+)
+def test_unscale_of_a_class(scaled, unscale, divide, expected):
+    """Only a class that scales and divides elsewhere promises what its empty method does not do."""
+    text = OWN.format(name="Scaler", scaled=scaled, unscale=unscale, divide=divide)
+    assert lines(text, "HS602") == expected

@@ -1,0 +1,167 @@
+"""HS123, HS142 and HS160: what happens for other values of a setting, on other devices, and for the dtype of another file."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def lines(text, code):
+    """The lines at which a rule reports something."""
+    return [f.line for f in findings(text, code)]
+
+
+OPEN = """\
+import argparse
+from contextlib import nullcontext
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", type=str, default="bfloat16"{choices})
+args = parser.parse_args()
+{check}
+dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float16
+ctx = {context}
+scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+for x in loader:
+    with ctx:
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+CONTEXT = 'nullcontext() if device == "cpu" else torch.autocast("cuda", dtype=dtype)'
+
+
+def option(choices="", check="pass", context=CONTEXT, enabled='args.dtype == "float16"'):
+    return OPEN.format(choices=choices, check=check, context=context, enabled=enabled)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [8]),
+        ({"enabled": 'use_amp and args.dtype == "float16"'}, [8]),
+        ({"choices": ', choices=["float16", "bfloat16"]'}, []),
+        ({"check": 'if args.dtype not in ("float16", "bfloat16"): raise ValueError(args.dtype)'}, []),
+        ({"enabled": "dtype == torch.float16"}, []),
+        ({"context": 'torch.autocast("cuda", dtype=dtype, enabled=args.dtype in ("float16", "bfloat16"))'}, []),
+        (
+            {
+                "check": 'low = args.dtype in ("float16", "bfloat16")',
+                "context": 'torch.autocast("cuda", dtype=dtype) if low else nullcontext()',
+            },
+            [],
+        ),
+    ],
+)
+def test_a_value_that_is_neither_of_those_compared(options, expected):
+    """`--dtype float32` gives float16 without a loss scale, unless something rejects it or enters no region."""
+    assert lines(option(**options), "HS123") == expected
+
+
+WITHOUT_CUDA = """\
+import torch
+def train(model, loader, optimizer):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = {dtype}
+    scaler = torch.amp.GradScaler(enabled={enabled})
+    for x in loader:
+        with torch.autocast({type}, dtype=dtype, enabled={region}):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+NEWER = "torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "device", "region", "expected"),
+    [
+        (NEWER, "device.type == 'cuda'", "device.type", "True", [7]),
+        (NEWER, "device.type == 'cuda'", "device.type", "device.type == 'cuda'", []),
+        (NEWER, "device.type == 'cuda'", "'cuda'", "True", []),
+        (NEWER, "True", "device.type", "True", []),
+        ("torch.bfloat16", "device.type == 'cuda'", "device.type", "True", []),
+        (
+            "torch.float16 if torch.cuda.is_available() else torch.bfloat16",
+            "device.type == 'cuda'",
+            "device.type",
+            "True",
+            [],
+        ),
+    ],
+)
+def test_float16_where_there_is_no_cuda(dtype, enabled, device, region, expected):
+    """The `else` of a test for CUDA is also what a CPU gets, where the scaler for CUDA is off."""
+    text = WITHOUT_CUDA.format(dtype=dtype, enabled=enabled, type=device, region=region)
+    assert lines(text, "HS123") == expected
+
+
+NUMBERED = """\
+import os
+import torch
+def train(config, model):
+    device = config["device"]
+    device_type = {type}
+    with torch.autocast(device_type=device_type, dtype=torch.bfloat16):
+        model(1)
+def main(args):
+    if "LOCAL_RANK" in os.environ:
+        args["train"]["device"] = {device}
+    train(args["train"], model)
+"""
+EITHER = "device if isinstance(device, str) else device.type"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "expected"),
+    [
+        (EITHER, "torch.cuda.current_device()", [6]),
+        ("device.type", 'int(os.environ["LOCAL_RANK"])', [6]),
+        (EITHER, 'torch.device("cuda", torch.cuda.current_device())', []),
+        (EITHER, "'cuda'", []),
+        ("'cuda' if isinstance(device, int) else device.type", "torch.cuda.current_device()", []),
+        ("torch.device(device).type", "torch.cuda.current_device()", []),
+    ],
+)
+def test_the_number_of_a_gpu_has_no_type(kind, device, expected):
+    """`device.type` raises AttributeError where a line of the file sets the device to a number."""
+    assert lines(NUMBERED.format(type=kind, device=device), "HS142") == expected
+
+
+IMPORTED = """\
+import torch
+from transformers import AutoModelForCausalLM
+from config import DTYPE, USE_AMP
+def main(device, loader):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", dtype={dtype}).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    use_fp16 = {enabled}
+    scaler = torch.amp.GradScaler("cuda", enabled=use_fp16)
+    for batch in loader:
+        with torch.autocast("cuda", enabled=USE_AMP, dtype=DTYPE):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+ALL = "USE_AMP and DTYPE == torch.float16 and device.type == 'cuda'"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "expected"),
+    [
+        ("DTYPE", ALL, [5]),
+        ("DTYPE if device.type == 'cuda' else None", ALL, [5]),
+        ("DTYPE", "DTYPE == torch.float16", [5]),
+        ("torch.float32", ALL, []),
+        ("WEIGHTS", ALL, []),
+    ],
+)
+def test_the_dtype_of_another_file_enables_the_scaler(dtype, enabled, expected):
+    """Where the scaler is enabled because the dtype is float16, the weights with that dtype are float16."""
+    assert lines(IMPORTED.format(dtype=dtype, enabled=enabled), "HS160") == expected
