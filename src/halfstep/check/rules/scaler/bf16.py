@@ -389,9 +389,8 @@ def _is_bf16(flag: str) -> bool:
 
 def _format_tests(script: Script, event: Event) -> bool:
     """Whether a condition on an event, or what a flag in it is assigned, mentions a number format."""
-    for text, _ in event.guards:
-        if _FULL_PRECISION.search(text):
-            continue  # `dtype == torch.float32` leaves both 16-bit formats
+    # `dtype == torch.float32` leaves both 16-bit formats
+    for text in (text for text, _ in event.guards if not _FULL_PRECISION.search(text)):
         values = script.outline.values(text, event.function) if text.isidentifier() else []
         if any(_FORMAT.search(_CALLS.sub("", t)) for t in (text, *map(text_of, values))):
             return True

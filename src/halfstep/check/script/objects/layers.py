@@ -223,10 +223,20 @@ def _switches_on(outline: Outline, call: ast.Call) -> bool:
         statement = outline.parents.get(statement)
     block = outline.parents.get(statement) if statement is not None else None
     parameter = key_of(call.func.value).removesuffix(".data") if isinstance(call.func, ast.Attribute) else ""
+    if not parameter or isinstance(block, ast.Module):  # parameters are cast in a loop
+        return False
     neighbours = next((b for b in (getattr(block, "body", ()), getattr(block, "orelse", ())) if statement in b), ())
-    written = {ast.unparse(s) for s in neighbours if isinstance(s, (ast.Assign, ast.Expr))}
-    forms = (f"{parameter}.requires_grad = True", f"{parameter}.requires_grad_()", f"{parameter}.requires_grad_(True)")
-    return bool(parameter) and not written.isdisjoint(forms)
+    return any(_makes_trainable(s, f"{parameter}.requires_grad") for s in neighbours)
+
+
+def _makes_trainable(statement: ast.stmt, attribute: str) -> bool:
+    """Whether a statement is `p.requires_grad = True` or `p.requires_grad_()`."""
+    if isinstance(statement, ast.Assign):
+        return key_of(statement.targets[0]) == attribute and constant(statement.value) is True
+    made = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(made, ast.Call) or key_of(made.func) != f"{attribute}_" or made.keywords:
+        return False
+    return not made.args or constant(made.args[0]) is True
 
 
 def _skips_frozen(statement: ast.stmt) -> bool:

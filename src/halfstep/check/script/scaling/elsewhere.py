@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import DTYPES, Scaler, argument, constant
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["bfloat16_by_default", "enters_bfloat16"]
@@ -24,10 +26,16 @@ def enters_bfloat16(script: Script, event: Event) -> bool:
     """Whether every region around an event's function comes from a helper of another file that is asked for bfloat16."""
     if script.autocasts:
         return False
-    items = [i.context_expr for n in ast.walk(event.function.node) if isinstance(n, ast.With) for i in n.items]
-    calls = [c for c in items if isinstance(c, ast.Call) and _HELPER.search(last_name(key_of(c.func)))]
+    calls = _helpers_entered(event.function.node)
     own = any(script.outline.call_target(call, event.function) is not None for call in calls)
     return bool(calls) and not own and all(_asks_for_bfloat16(script, call) for call in calls)
+
+
+@lru_cache(maxsize=1)
+def _helpers_entered(function: ast.AST) -> tuple[ast.Call, ...]:
+    """The calls of `with` statements that are named like a helper for autocast; all events of a function ask for them."""
+    items = [i.context_expr for n in statements_in(function) if isinstance(n, ast.With) for i in n.items]
+    return tuple(c for c in items if isinstance(c, ast.Call) and _HELPER.search(last_name(key_of(c.func))))
 
 
 def _asks_for_bfloat16(script: Script, call: ast.Call) -> bool:
