@@ -216,7 +216,7 @@ class ScalerWithBf16(ScriptRule):
     def idle(cls, script: Script) -> Iterator[Scaler]:
         """The scalers that certainly run in bfloat16; other rules do not report scalers that should be removed."""
         owned = framework_precisions(script) == {"bfloat16"}
-        if not owned and script.autocasts and not any(a.dtype == "bfloat16" for a in script.autocasts):
+        if not owned and not enters_bfloat16(script) and not any(a.dtype == "bfloat16" for a in script.autocasts):
             return
         if owned and not script.autocasts:
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
@@ -249,7 +249,7 @@ class ScalerWithBf16(ScriptRule):
             backward = next((i for i in earlier(trace, index, "backward") if trace[i].scaler == event.scaler), None)
             if backward is not None and trace[backward].scaled == "yes":
                 return ScalerWithBf16._in_bf16(script, trace, backward)
-        if enters_bfloat16(script, event):
+        if enters_bfloat16(script, event.function):
             return event.scaler.rsplit(".", 1)[-1]
         before = next(earlier(trace, index, "enter_autocast"), None)
         if before is not None and not trace[before].inside("no_grad"):
@@ -294,8 +294,7 @@ def _only_switch(script: Script) -> str:
 
 def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
     """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
-    outline, node = script.outline, region.dtype_node
-    function = region.function
+    outline, node, function = script.outline, region.dtype_node, region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
     low = [v for v in values if not isinstance(v, ast.IfExp) and _names_bf16(script, v)]
     if low and all(is_without_cuda(script, v, function) for v in low):

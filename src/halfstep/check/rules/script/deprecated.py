@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.unbound import is_bound
+from halfstep.check.script.flow.unbound import is_bound, unbound_names
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Imported, chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS
@@ -372,21 +371,19 @@ class AmpNotImported(ScriptRule):
         yield from self._unbound_settings(script)
 
     def _unbound_settings(self, script: Script) -> Iterator[Finding]:
-        """The first use of each variable named after a dtype or a switch of mixed precision that the file never binds."""
-        reads: dict[str, ast.Name] = {}
-        for node in all_nodes(script.tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and _CHOOSES.search(node.id):
-                reads.setdefault(node.id, node)
-            elif isinstance(node, ast.Global):
-                return  # another file may assign the variables of this one
-        for name, node in reads.items():
-            if is_bound(script, name, script.outline.module) or any(isinstance(n, ast.Try) for n in script.above(node)):
-                continue
-            yield self.finding(
-                script.where(node),
-                f"nothing in this file binds `{name}`: NameError",
-                instead=f"define or import {name}",
-            )
+        """Variables named after a dtype or a switch of mixed precision, in a file that binds every other name: no fragment."""
+        if not any(map(_CHOOSES.search, script.outline.loads)):
+            return
+        names = unbound_names(script)
+        if not all(map(_CHOOSES.search, names)):
+            return
+        for name, node in names.items():
+            if not any(isinstance(n, ast.Try) for n in script.above(node)):
+                yield self.finding(
+                    script.where(node),
+                    f"nothing in this file binds `{name}`: NameError",
+                    instead=f"define or import {name}",
+                )
 
 
 RULES: tuple[type[Rule], ...] = (DeprecatedAmp, AmpNotImported)

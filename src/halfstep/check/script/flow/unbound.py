@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["is_bound", "own_lineage", "unbound_scalers"]
+__all__ = ["is_bound", "own_lineage", "unbound_names", "unbound_scalers"]
 
 _PLAIN_BASES = {"object", "Module", "ABC", "Generic", "Protocol", "LightningModule"}  # classes that assign no scaler
 # What may add any attribute to an object of the class. A dataclass elsewhere in the file, or `setattr(args, ...)`, does not.
@@ -20,6 +22,7 @@ _DYNAMIC = regex(
     r"\bsetattr\(\s*(self|\w*(trainer|engine|runner|agent|obj)\w*)\b|\bself\.__dict__|\bvars\(self\)|__getattr(ibute)?__"
 )
 _OPEN = regex(r"mixin|base|abstract", re.IGNORECASE)  # classes for which others assign what they use
+_BINDS = {"globals", "exec", "locals", "__builtins__"}
 _USES = ("scale", "unscale", "scaler_step", "update", "save_scaler", "load_scaler", "get_scale")
 
 
@@ -89,6 +92,34 @@ def _stores(node: ast.Name | ast.Attribute | ast.FunctionDef, name: str) -> bool
     if isinstance(node, ast.FunctionDef):
         return node.name == name
     return not isinstance(node.ctx, ast.Load) and (node.id if isinstance(node, ast.Name) else node.attr) == name
+
+
+def unbound_names(script: Script) -> dict[str, ast.Name]:
+    """The first read of each name that nothing in a file binds; none if another file, or a string, may bind names in it."""
+    nodes = list(all_nodes(script.tree))
+    reads: dict[str, ast.Name] = {}
+    bound = {*dir(builtins), "__file__", "__doc__", "__name__", "__path__", "__spec__", "__class__"}
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Load):
+                bound.add(node.id)
+            elif node.id in _BINDS:
+                return {}
+            else:
+                reads.setdefault(node.id, node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            if node.name == "*":
+                return {}
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)):
+            bound.add(getattr(node, "name", None) or getattr(node, "rest", None) or "")
+        elif isinstance(node, ast.Global):
+            return {}  # another file may assign the variables of this one
+    return {name: node for name, node in reads.items() if name not in bound}
 
 
 def is_bound(script: Script, name: str, function: Function) -> bool:

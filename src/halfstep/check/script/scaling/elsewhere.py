@@ -6,12 +6,11 @@ import ast
 from functools import lru_cache
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import DTYPES, Scaler, argument, constant
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["bfloat16_by_default", "enters_bfloat16"]
 
@@ -22,31 +21,31 @@ _DTYPE = regex(r"^(amp|autocast|mixed_precision)_(dtype|precision)$")
 _NAMES = {"bf16", "bfloat16", "torch.bfloat16"}
 
 
-def enters_bfloat16(script: Script, event: Event) -> bool:
-    """Whether every region around an event's function comes from a helper of another file that is asked for bfloat16."""
-    if script.autocasts:
-        return False
-    calls = _helpers_entered(event.function.node)
-    own = any(script.outline.call_target(call, event.function) is not None for call in calls)
-    return bool(calls) and not own and all(_asks_for_bfloat16(script, call) for call in calls)
+def enters_bfloat16(script: Script, function: Function | None = None) -> bool:
+    """Whether every region of a function, or of some function, comes from a helper of another file that is asked for bfloat16."""
+    asked = {} if script.autocasts else _helpers(script.outline)
+    return bool(asked) and (any(asked.values()) if function is None else asked.get(function, False))
 
 
-@lru_cache(maxsize=1)
-def _helpers_entered(function: ast.AST) -> tuple[ast.Call, ...]:
-    """The calls of `with` statements that are named like a helper for autocast; all events of a function ask for them."""
-    items = [i.context_expr for n in statements_in(function) if isinstance(n, ast.With) for i in n.items]
-    return tuple(c for c in items if isinstance(c, ast.Call) and _HELPER.search(last_name(key_of(c.func))))
+@lru_cache(maxsize=1)  # rules ask for every event of one script
+def _helpers(outline: Outline) -> dict[Function, bool]:
+    """The functions that enter a context of another file called after autocast, and whether they always ask it for bfloat16."""
+    asked: dict[Function, bool] = {}
+    for name, sites in outline.calls.items():
+        for call, function in sites if _HELPER.search(name) else ():
+            if isinstance(outline.parents.get(call), ast.withitem):
+                is_foreign = outline.call_target(call, function) is None
+                asked[function] = asked.get(function, True) and is_foreign and _asks_for_bfloat16(outline, call)
+    return asked
 
 
-def _asks_for_bfloat16(script: Script, call: ast.Call) -> bool:
+def _asks_for_bfloat16(outline: Outline, call: ast.Call) -> bool:
     values = [*call.args, *(k.value for k in call.keywords if (k.arg or "").endswith(("dtype", "precision")))]
-    return any(_is_bfloat16(script, value) for value in values)
+    return any(_is_bfloat16(outline, value) for value in values)
 
 
-def _is_bfloat16(script: Script, value: ast.expr | None) -> bool:
-    return constant(value) in _NAMES or (
-        value is not None and DTYPES.get(script.outline.names.full(value)) == "bfloat16"
-    )
+def _is_bfloat16(outline: Outline, value: ast.expr | None) -> bool:
+    return constant(value) in _NAMES or (value is not None and DTYPES.get(outline.names.full(value)) == "bfloat16")
 
 
 def bfloat16_by_default(script: Script, scaler: Scaler) -> tuple[str, ast.AST] | None:
@@ -63,6 +62,6 @@ def bfloat16_by_default(script: Script, scaler: Scaler) -> tuple[str, ast.AST] |
         fields = {n.target.id: n for n in owner.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
         for name, node in fields.items() if flags <= fields.keys() else ():
             default = argument(node.value, None, "default") if isinstance(node.value, ast.Call) else node.value
-            if _DTYPE.search(name) and _is_bfloat16(script, default):
+            if _DTYPE.search(name) and _is_bfloat16(script.outline, default):
                 return name, node
     return None
