@@ -27,9 +27,8 @@ class _State(threading.local):
     casts: dict[Any, Tensor] | None = None  # rounded tables, for the time of a region
 
 
-STATE = (
-    _State()
-)  # read by kernels, which run between operations of a few microseconds: a call would cost as much as they do
+# Kernels, which run between operations of a few microseconds, read it before they ask `current_rule`.
+STATE = _State()
 _backwards: list[Rule] = []  # one entry for each backward pass in progress
 
 
