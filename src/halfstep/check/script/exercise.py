@@ -19,7 +19,9 @@ def is_exercise(script: Script) -> bool:
     """Whether a file is a test or a benchmark; not a `test_run.py` without tests that saves what it trains."""
     path = script.source.path.replace("\\", "/")
     name = path.rpartition("/")[2]
-    if _FOLDER.search(path) or not _FILE.search(name):
-        return _FOLDER.search(path) is not None
+    if _FOLDER.search(path):
+        return True
+    if not _FILE.search(name):
+        return False
     text = script.source.text
     return not (name.startswith("test_") and _SAVES.search(text) and not _IS_TEST.search(text))

@@ -74,6 +74,7 @@ class BypassedAutocast(ScriptRule):
             return
         calls = [n for n in all_nodes(script.tree) if isinstance(n, ast.Call)]
         training = {f for c, f in script.outline.calls.get("backward", ()) if _owner(c) in engines}
+        trained = {node for function in training for node in ast.walk(function.node)}
         for engine, key, prepared, function in _prepared_models(script, engines):
             keys = {key, f"{key}.module"} | _unwrapped(script, engine, key)
             if any(_runs(script, call, keys, engine) for call in calls):
@@ -82,7 +83,7 @@ class BypassedAutocast(ScriptRule):
                 call
                 for call in calls
                 if _part_of(call, keys)
-                and any(call in set(ast.walk(f.node)) for f in training)
+                and call in trained
                 and _is_part(script, call, keys, prepared, function)
                 and not in_no_grad(script, call)
                 and not _is_detached(script, call)
