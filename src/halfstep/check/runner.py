@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
-from halfstep.check.files.python import parse_python, place_of
+from halfstep.check.files.python import parse_python, place_of, require_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
@@ -157,8 +157,12 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
         script = read_script(source, settings, words_of_rules("script"))
         tree = script.tree
         configures = contains_any(source.text, _CONFIGURES if settings.gpu is None else _HARDWARE)
+        affected = settings.gpu is not None or _may_be_affected(source, settings)
         if not script.about and (named or configures or len(source.text) < _SMALL):
-            tree = parse_python(source.text)
+            if configures or affected:
+                tree = parse_python(source.text)
+            else:
+                require_python(source.text)
     except SyntaxError as error:
         yield syntax_fault(source, error)
         return
@@ -168,8 +172,8 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
         )
         return
     # A script that is not about precision has no facts; on most projects these are nine files of ten.
-    applies = script.about or settings.gpu is not None or _may_be_affected(source, settings)
-    in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if applies else ()
+    is_read = script.about or affected
+    in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if is_read else ()
     if script.about:
         in_script += tuple(_per_value(script, in_script, preview=preview))
         in_script += tuple(_in_runs(script, in_script))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from halfstep.check.files.python import parse_python, place_of, to_older_syntax
+from halfstep.check.files.python import parse_python, place_of, require_python, to_older_syntax
 
 NEWER = (
     'print(f"{row["loss"]:.3f} {x}")\n',
@@ -100,3 +100,26 @@ def test_the_place_of_an_error_is_in_the_text(text: str, place: tuple[int, int])
     line, column = place_of(caught.value)
     assert (line, column) == pytest.approx(place, abs=1)  # interpreters differ by a character
     assert column <= len(text.split("\n")[line - 1]) + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1\n",
+        "nonlocal x\n",  # parses; symbols forbid it
+        "def f(a, a): pass\n",
+        "type Batch = dict[str, int]\n",
+        "except_ = 1\nif x\n",
+        "x = '\0'\n",
+        "(" * 300 + ")" * 300,
+    ],
+)
+def test_a_text_that_needs_no_tree_raises_what_parsing_it_raises(text):
+    def outcome(read):
+        try:
+            read(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return type(error), str(error)
+        return None
+
+    assert outcome(require_python) == outcome(parse_python)

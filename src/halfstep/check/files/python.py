@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import ast
 import re
+import symtable
 
 from halfstep.check.regex import regex
 
-__all__ = ["parse_python", "place_of", "to_older_syntax"]
+__all__ = ["parse_python", "place_of", "require_python", "to_older_syntax"]
 
 _TOKEN = regex(
     r"""(?P<comment>\#[^\n]*)
@@ -48,6 +49,14 @@ def parse_python(text: str, name: str = "<text>") -> ast.Module:
             return ast.parse(rewritten, filename=name)
         except (SyntaxError, ValueError):
             raise error from None
+
+
+def require_python(text: str, name: str = "<text>") -> None:
+    """Raise what `parse_python` raises for a text; for one that parses this takes two thirds of its time."""
+    try:
+        symtable.symtable(text, name, "exec")  # parses, and makes no tree of Python objects
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        parse_python(text, name)  # symbols have rules of their own: a tree decides
 
 
 def place_of(error: SyntaxError) -> tuple[int, int]:

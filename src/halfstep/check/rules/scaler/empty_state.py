@@ -68,10 +68,11 @@ class EmptyScalerState(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that a setting enables, whose state is saved without it and loaded whatever it is."""
-        if _SETTINGS.search(script.source.text):
+        loads = once(script.events("load_scaler"))
+        if not loads or _SETTINGS.search(script.source.text):
             return
         saved = [e for e in once(script.events("save_scaler")) if not any(map(is_amp, _guards(script, e)))]
-        for load in once(script.events("load_scaler")):
+        for load in loads:
             scalers = scalers_at(script, load)
             if len(scalers) != 1 or not _is_optional(script, scalers[0]) or _is_checked(script, load):
                 continue

@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.children import all_statements
 
 __all__ = ["RULES"]
 
@@ -54,7 +54,7 @@ class UnscaleDoesNothing(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Classes with `scale` that multiplies, `step`, and an empty `unscale_`."""
-        for cls in (n for n in all_nodes(script.tree) if isinstance(n, ast.ClassDef)):
+        for cls in (n for n in all_statements(script.tree) if isinstance(n, ast.ClassDef)):
             methods = {n.name: n for n in cls.body if isinstance(n, ast.FunctionDef)}
             unscale, step = methods.get("unscale_"), methods.get("step")
             if unscale is None or step is None or not _is_empty(unscale) or not _multiplies(methods.get("scale")):
