@@ -372,11 +372,9 @@ class AmpNotImported(ScriptRule):
 
     def _unbound_settings(self, script: Script) -> Iterator[Finding]:
         """Variables named after a dtype or a switch of mixed precision, in a file that binds every other name: no fragment."""
-        outline, text = script.outline, script.source.text
+        outline = script.outline
         bound = {*outline.bindings, *(name for function in outline.functions for name in function.params)}
-        chosen = (name for name in outline.loads if _CHOOSES.search(name) and name not in bound)
-        # Most are attributes or arguments: a variable has no dot before it and no single = behind it.
-        if not any(re.search(rf"(?<![.\w]){name}\b(?!\s*=[^=])", text) for name in chosen):
+        if not any(map(_CHOOSES.search, outline.variables - bound)):
             return
         names = unbound_names(script)
         if not all(map(_CHOOSES.search, names)):

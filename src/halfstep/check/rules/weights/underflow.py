@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -27,9 +29,8 @@ _PRESERVES_DTYPE = frozenset({
 _PROBABILITIES = ("softmax", "log_softmax", "sigmoid")
 _CLAMPS = {"torch.clamp", "torch.clip", "torch.clamp_min"}
 _MOVES = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "add", "add_", "maximum"})
-_TINY = regex(
-    r"[\d.][eE]-0*(?:[7-9]|[1-9]\d)|0\.0{7}|\*\*\s*\(?-[1-9]\d*(?![.\d])"
-)  # what a constant that rounds to zero is written with
+# What a constant that rounds to zero is written with: three patterns that are searched for fast, because each starts with a letter.
+_TINY = (regex(r"[eE]-0*(?:[7-9]|[1-9]\d)"), regex(r"0\.0{7}"), regex(r"\*\*\s*\(?-[1-9]\d*(?![.\d])"))
 _HALF = regex(r"\.half\(|float16")
 _COMPLEMENT = regex(r"\blog\(\s*1(\.0*)? *- ")  # `log(1 - p)`
 _FOCAL = """\
@@ -307,15 +308,10 @@ def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[as
 
 def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
     """The guards of what is made of a parameter for which a call of this file passes float16: `normalize(x.half())`."""
-    text = script.source.text
-    tiny: list[int] = []
-    line, end = 1, 0
-    for match in _TINY.finditer(text) if _HALF.search(text) else ():
-        line, end = line + text.count("\n", end, match.start()), match.start()
-        tiny.append(line)
+    tiny = _lines_of(_TINY, script.source.text) if _HALF.search(script.source.text) else []
     for function in script.outline.functions if tiny else ():
         first, last = getattr(function.node, "lineno", 0), getattr(function.node, "end_lineno", None) or 0
-        if not any(first <= number <= last for number in tiny) or not any(map(_underflows, nodes_in(function.node))):
+        if bisect_left(tiny, first) == bisect_right(tiny, last) or not any(map(_underflows, nodes_in(function.node))):
             continue
         for name in function.params if function not in script.functions_in_autocast else ():
             passed = script.outline.passed(name, function)
@@ -327,6 +323,16 @@ def _guards_of_parameters(script: Script) -> Iterator[tuple[ast.AST, ast.AST | N
                     clamped = _clamped(script, node) if isinstance(node, ast.Call) else None
                     if clamped is not None and has_dtype_of(clamped[0], names):
                         yield node, clamped[1]
+
+
+def _lines_of(patterns: Iterable[re.Pattern[str]], text: str) -> list[int]:
+    """The numbers of the lines where patterns match, in order."""
+    starts = sorted(match.start() for pattern in patterns for match in pattern.finditer(text))
+    lines, line, end = [], 1, 0
+    for start in starts:
+        line, end = line + text.count("\n", end, start), start
+        lines.append(line)
+    return lines
 
 
 def _moved(function: Function) -> set[str]:

@@ -36,6 +36,7 @@ class Outline:
     bindings: dict[str, list[Binding]] = field(default_factory=dict)
     calls: dict[str, list[CallSite]] = field(default_factory=dict)  # by last name
     loads: Counter[str] = field(default_factory=Counter)  # how often each last name is read
+    variables: set[str] = field(default_factory=set)  # the names among them that are no attributes
     divisors: set[str] = field(default_factory=set)  # texts of what is divided by
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     strings: set[str] = field(default_factory=set)  # short string constants

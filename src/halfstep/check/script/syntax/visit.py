@@ -34,6 +34,13 @@ class _Around(NamedTuple):
     choices: tuple[Choice, ...] = ()  # the branches of `a if test else b` around it
 
 
+class _Reads(NamedTuple):
+    """The names that a script reads, one entry per place."""
+
+    attributes: list[str]
+    variables: list[str]
+
+
 def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) -> Outline:
     """Walk a script once and collect what rules look up later; without its text, every function is walked."""
     relevant = relevant_functions(tree, text, words) if text else None
@@ -41,7 +48,7 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
     imports: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
     # An explicit stack, because generated code nests deeper than Python recurses.
     stack: list[tuple[ast.AST, _Around]] = []
-    reads: list[str] = []
+    reads = _Reads([], [])
     _push(out, stack, reads, tree, tuple(reversed(tree.body)), _Around(out.module, tree))
     while stack:
         node, around = stack.pop()
@@ -82,7 +89,9 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
             _bind(out, node, around.function)
         _push(out, stack, reads, node, children_of(node), around)
     imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))
-    out.loads.update(reads)
+    out.loads.update(reads.attributes)
+    out.loads.update(reads.variables)
+    out.variables.update(reads.variables)
     # Most names are bound once, and most statements have one call.
     for bindings in out.bindings.values():
         if len(bindings) > 1:
@@ -106,7 +115,7 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
 def _push(
     out: Outline,
     stack: list[tuple[ast.AST, _Around]],
-    reads: list[str],
+    reads: _Reads,
     parent: ast.AST,
     children: Iterable[ast.AST],
     around: _Around,
@@ -121,14 +130,14 @@ def _push(
             node = node.value
         while type(node) is ast.Attribute:
             if type(node.ctx) is ast.Load:
-                reads.append(node.attr)
+                reads.attributes.append(node.attr)
             if "scale" in node.attr.lower():
                 out.scaling.add(around.statement)
             parents[node.value] = node
             node = node.value
         if type(node) is ast.Name:
             if type(node.ctx) is ast.Load:
-                reads.append(node.id)
+                reads.variables.append(node.id)
             if "scale" in node.id.lower():
                 out.scaling.add(around.statement)
         elif type(node) is ast.Constant:
