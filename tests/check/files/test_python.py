@@ -115,6 +115,8 @@ def test_the_place_of_an_error_is_in_the_text(text: str, place: tuple[int, int])
     ],
 )
 def test_a_text_that_needs_no_tree_raises_what_parsing_it_raises(text):
+    """The same error with the same message, or none."""
+
     def outcome(read):
         try:
             read(text)

@@ -41,7 +41,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
 from halfstep.check.script.syntax.visit import read_outline
-from halfstep.check.script.syntax.words import contains_any
+from halfstep.check.script.syntax.words import contains_any, without_documentation
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
@@ -243,11 +243,14 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     `words` are those that single rules declare; a script that mentions one is read as well.
     """
     text = source.text
-    ruled = _mentions(text, shortest((*_RULED, *words.words)), _RULED_SHORT)
+    own_words = shortest((*_RULED, *words.words))
+    ruled = _mentions(text, own_words, _RULED_SHORT)
+    code = without_documentation(text) if ruled else text
+    ruled = ruled and (code is text or _mentions(code, own_words, _RULED_SHORT))
     if not ruled:
-        if not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
+        if not _mentions(code, _MENTIONED, _MENTIONED_SHORT):
             return Script(source, settings, ast.Module([], []), about=False)
-        ruled = _mentions(text, words.lines, {})
+        ruled = _mentions(code, words.lines, {})
     tree = parse_python(text, source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:

@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.check.registry import words_of_rules
-from halfstep.check.script.syntax.words import _by_part, contains_any, words_in
+from halfstep.check.script.syntax.words import _by_part, contains_any, without_documentation, words_in
 
 WORDS = ('"--fp16"', "fp16: bool", "fp16", "autocast", "t5-large", "flan-t5")
 
@@ -43,3 +43,36 @@ def test_what_one_text_contains_is_not_assumed_of_another():
     assert not contains_any("use_fp16 = True", ('"--fp16"', "deepspeed"))
     assert not contains_any("use_tf32 = True", ("fp16", "deepspeed"))
     assert contains_any("deepspeed.initialize()", ("fp16", "deepspeed"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Uses fp16."""\nx = 1\n',
+        'def f():\n    r"""\n    fp16\n    """\n    return 1\n',
+        'print("""fp16""")\nx = """\nfp16\n"""\n',
+    ],
+)
+def test_what_only_a_docstring_says_is_no_code(text):
+    """A word inside triple quotes is left out, and what is around them stays."""
+    code = without_documentation(text)
+    assert "fp16" not in code
+    assert code.count("x = ") == text.count("x = ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1\n",
+        'f"""{fp16}"""\nx = """a"""\n',
+        'rf"""{fp16}"""\n',
+        '# """\nuse(fp16)\nx = """\n"""\n"""',
+        'quotes = \'"""\'\nuse(fp16)\nothers = \'"""\'\n',
+        '"""a\\"""b"""\nuse(fp16)\n""" """\n',
+        "x = '''a'''\ny = \"\"\"fp16\"\"\"\n",
+        '"""open',
+    ],
+)
+def test_a_text_whose_quotes_prove_nothing_stays_whole(text):
+    """Comments, other strings, backslashes and f-strings make the quotes ambiguous."""
+    assert without_documentation(text) is text

@@ -59,7 +59,6 @@ class RoundedIntegers(ScriptRule):
         _DIFFUSE.format(t="timesteps.to(torch.bfloat16)").replace("0, 1000", "0, 256"),
     )
     references = ("https://docs.pytorch.org/docs/stable/type_info.html",)
-    lines = ("timestep", "position", "arange")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Casts of a number whose values the file shows to exceed those that the format has exactly."""

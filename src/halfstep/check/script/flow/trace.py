@@ -34,7 +34,10 @@ _SPAWNS = ("spawn", "start_processes", "Process", "launch")  # of torch.multipro
 def read_traces(outline: Outline) -> tuple[Trace, ...]:
     """Every root's trace that has any event, the module's first."""
     recogniser = Recogniser(outline)
-    flows = {f: read_flow(outline, recogniser, f) for f in (outline.module, *outline.functions)}
+    flows = {
+        f: [] if f.node in outline.unread else read_flow(outline, recogniser, f)
+        for f in (outline.module, *outline.functions)
+    }
     called = {item.target for items in flows.values() for item in items if isinstance(item, Jump)}
     spawned = _spawned(outline)
     roots = [f for f in flows if f not in called or f in spawned]

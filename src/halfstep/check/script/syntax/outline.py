@@ -42,6 +42,7 @@ class Outline:
     strings: set[str] = field(default_factory=set)  # short string constants
     statement_calls: dict[ast.AST, list[StatementCall]] = field(default_factory=dict)  # in the order they run
     scaling: set[ast.AST] = field(default_factory=set)  # statements with "scale" in a name
+    unread: set[ast.AST] = field(default_factory=set)  # functions that were not walked, because they cannot matter
 
     @cached_property
     def library_calls(self) -> dict[str, list[CallSite]]:

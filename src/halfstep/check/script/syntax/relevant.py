@@ -15,20 +15,19 @@ from itertools import accumulate
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_statements
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.words import words_in
 
 __all__ = ["NO_WORDS", "RuleWords", "relevant_functions", "shortest"]
 
 # The words that most relevant functions contain; half of the text remains to be searched for the others.
-_FREQUENT = ("dtype", "optim", "no_grad", "from_pretrained", "state_dict", "scale", "self.config =", "parameters(")
+_FREQUENT = ("dtype", "optim", "no_grad", "from_pretrained", "state_dict", "scale", "parameters(")
 _WORDS = (
     *_FREQUENT, "backward", ".step(", "zero_grad", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16",
     "precision", "mixed", "clip_grad", ".grad", "inference_mode", "set_default", "masked_fill",
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "cross_entropy", "requires_grad",
     "peft", "Lora", "lora_",
-    # A constructor that stores the settings: `self.cfg.dtype` of another method leads to it.
-    "self.cfg =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = regex(r"amp(?<![A-Za-z]amp)")
@@ -91,8 +90,7 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
         relevant |= added
         for function in added:
             del remaining[function]
-    # The attributes that a method reads are set where the object is created.
-    return {*relevant, *(init for init, methods in _constructors(tree) if not relevant.isdisjoint(methods))}
+    return relevant | _constructors(tree, relevant)
 
 
 def _criteria(text: str) -> Iterator[str]:
@@ -125,15 +123,19 @@ def _line_starts(text: str) -> list[int]:
     return [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
 
 
-def _constructors(tree: ast.Module) -> list[tuple[Def, list[ast.stmt]]]:
-    """The `__init__` of each class at the top of the file, with all statements of the class."""
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return [
-        (statement, node.body)
-        for node in classes
-        for statement in node.body
+def _constructors(tree: ast.Module, relevant: set[Def]) -> set[Def]:
+    """The `__init__` of each class with a relevant method, and of its bases: the attributes that a method reads are set there."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    pending = [name for name, node in classes.items() if not relevant.isdisjoint(node.body)]
+    for name in pending:  # grows
+        bases = (key_of(base) for base in classes[name].bases)
+        pending += [base for base in bases if base in classes and base not in pending]
+    return {
+        statement
+        for name in pending
+        for statement in classes[name].body
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
-    ]
+    }
 
 
 def _first_line(function: Def) -> int:

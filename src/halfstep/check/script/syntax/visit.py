@@ -71,6 +71,8 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
                     outside = around._replace(function=around.function.parent or out.module)
                     for part in children_of(node):
                         _push(out, stack, reads, node, (part,), around if isinstance(part, ast.stmt) else outside)
+                else:
+                    out.unread.add(node)
                 continue
         elif type(node) in _PLAIN:
             pass
