@@ -52,7 +52,7 @@ def compute_region(
         with torch.autocast(device_type, enabled=False):
             yield
         return
-    install(device_type)
+    install(device_type, lean=lean)
     dtype = COMPUTE_DTYPES[compute]
     # The cache of cast weights does not know the dtype: inside a region of the other one it would mix them up.
     other = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not dtype

@@ -2,7 +2,8 @@
 
 An autocast kernel runs before autograd: it casts the inputs and calls the operation again with the autocast key excluded,
 so the cast is part of the graph. Operations that a device's own list lacks get a kernel of ours. Those of CUDA's list that a
-lean region treats differently get one in front of torch's own, which is called everywhere else.
+lean region treats differently get one in front of torch's own, which is called everywhere else: a few microseconds for each
+layer norm, so only a process that enters a lean region pays them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from halfstep.precision.operations import (
 
 __all__ = ["has_kernel", "install", "operations_of", "overloads", "reinstall"]
 
-_libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
+# By device type, and whether they are those of lean regions only; registrations live as long as these objects.
+_libraries: dict[tuple[str, bool], torch.library.Library] = {}
 _install = threading.Lock()
 _LEAN, _AUTOCAST = Rule.LEAN, Rule.AUTOCAST  # looking up a member of an enum costs as much as the comparison
 
@@ -84,10 +86,11 @@ def has_kernel(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
 
 
-def install(device_type: str) -> None:
-    """Register the rules once per process, when a 16-bit region is first entered on such a device."""
+def install(device_type: str, *, lean: bool = False) -> None:
+    """Register the rules once per process, when a 16-bit region, or a lean one, is first entered on such a device."""
     with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
-        if device_type in _libraries or device_type not in KEYS:
+        missing = [part for part in (False, True)[: 1 + lean] if (device_type, part) not in _libraries]
+        if not missing or device_type not in KEYS:
             return
         if device_type == "cpu":
             ignore_fallback_warnings()
@@ -95,13 +98,17 @@ def install(device_type: str) -> None:
             _replaced(on)
             for kind in KINDS:
                 operations_of(on, kind)
-        key = KEYS[device_type]
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is the purpose
-            warnings.simplefilter("ignore", UserWarning)
-            for name, kernel in _kernels(device_type):
-                library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
-        _libraries[device_type] = library
+        for part in missing:
+            _libraries[device_type, part] = _register(device_type, part)
+
+
+def _register(device_type: str, lean: bool) -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is the purpose
+        warnings.simplefilter("ignore", UserWarning)
+        for name, kernel in _kernels(device_type, lean=lean):
+            library.impl(name, kernel, KEYS[device_type], with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+    return library
 
 
 def reinstall() -> None:
@@ -113,17 +120,19 @@ def reinstall() -> None:
     with _install:
         installed = dict(_libraries)
         _libraries.clear()
-    for device_type, library in installed.items():
+    for library in installed.values():
         library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove registrations
-        install(device_type)
+    for device_type, lean in installed:
+        install(device_type, lean=lean)
 
 
-def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for kind in KINDS:
-        for name in operations_of(device_type, kind):
-            make = run_in_autocast(kind)
-            lean = run_in_lean(name.partition(".")[0]) or make
-            yield name, _kernel(name, device_type, lean, make, None)
+def _kernels(device_type: str, *, lean: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    if not lean:
+        for kind in KINDS:
+            for name in operations_of(device_type, kind):
+                make = run_in_autocast(kind)
+                yield name, _kernel(name, device_type, run_in_lean(name.partition(".")[0]) or make, make, None)
+        return
     for name in (*_replaced(device_type), *LEAN_FP32):
         lean_only = run_in_lean(name.partition(".")[0])
         assert lean_only is not None
