@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -22,6 +23,7 @@ from halfstep.check.script.flow.order import (
     later,
     loops_around,
     only_settings,
+    scalers_at,
     switched_off,
 )
 from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_scales, settled_by, tests_norm
@@ -30,7 +32,8 @@ from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.set_rates import rates_by_iteration, sets_rates
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import last_name_of
@@ -48,6 +51,12 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
+_COUNTED = (
+    _TRAIN.replace(
+        "    optimizer.zero_grad()", '    optimizer.param_groups[0]["lr"] = rate(num_steps)\n    optimizer.zero_grad()'
+    )
+    + "    {count}\n"
+)
 # A setting of a base class in another file: `self.scheduler_update_every_step`.
 _PER_STEP = regex(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
 _MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
@@ -68,14 +77,18 @@ class SchedulerIgnoresSkips(TraceRule):
     severity = "advice"
     reason = (
         "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
-        "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100."
+        "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
+        "rate that the script computes itself from a number of iterations or a counter that it increments after `scaler.step`."
     )
-    bad = (_TRAIN + "    scheduler.step()\n",)
+    bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (
         _TRAIN.replace("    scaler.step", "    before = scaler.get_scale()\n    scaler.step")
         + "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
         _TRAIN.replace("    scaler.step", "    before = optimizer._step_count\n    scaler.step")
         + "    if optimizer._step_count > before:\n        scheduler.step()\n",
+        _COUNTED.format(count="num_steps += int(scaler.get_scale() >= before)").replace(
+            "    scaler.step", "    before = scaler.get_scale()\n    scaler.step"
+        ),
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/44511",
@@ -83,12 +96,34 @@ class SchedulerIgnoresSkips(TraceRule):
     )
     kinds = ("sched_step",)
 
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Schedules that advance, and learning rates that a loop without one computes itself."""
+        reported = list(super().check(script))
+        yield from reported
+        # In bfloat16 gradients do not overflow.
+        formats = {dtype for autocast in script.autocasts for dtype in autocast.dtypes}
+        if not sets_rates(script) or formats == {"bfloat16"} or reads_scale(script):
+            return
+        if engines_of(script) and not any(script.scalers_named(e.scaler) for e in script.events("scaler_step")):
+            return
+        steps = [(trace, e) for trace in script.traces for e in trace if e.kind == "scaler_step"]
+        by_loop = {r.loop: (r, step) for step in _skippable(script, steps) for r in rates_by_iteration(script, step)}
+        lines = [finding.line for finding in reported]
+        for rate, step in by_loop.values():
+            inside = range(rate.loop.lineno, (rate.loop.end_lineno or 0) + 1)
+            if not any(line in inside for line in lines) and not _is_disabled(script, step):
+                yield self.finding(
+                    script.where(rate.node),
+                    f"the learning rate follows `{rate.counter}`, which also counts iterations in which `{step.local.scaler}` skips the "
+                    "optimizer step",
+                    instead=f"count the steps for which {step.local.scaler}.get_scale() did not decrease",
+                )
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
-        idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
         if not self._counts(script, event) or reads_scale(script) or is_always_none(script, event):
             return None
         # A scaler of the script's own skips steps that no engine knows of.
@@ -100,17 +135,12 @@ class SchedulerIgnoresSkips(TraceRule):
         if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
             steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
-        steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
-        steps = [e for e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
-        steps = [e for e in steps if not never_float16(script, e) and not tests_norm(e.guards)]
+        steps = _skippable(script, [(trace, e) for e in steps])
         steps = [e for e in steps if e.function is event.function or event.loops]
         settled = settled_by(script, same_scales(script))
         always = _without_alternatives(trace, event)
         always = dataclasses.replace(always, guards=tuple(g for g in always.guards if g not in settled))
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
-        # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
-        missing = {e.local.scaler for e in unbound_scalers(script)} if steps else set()
-        steps = [e for e in steps if e.local.scaler not in missing or e.local.scaler.isidentifier()]
         if not steps:
             return None
         scaler = steps[0].local.scaler
@@ -169,6 +199,29 @@ class SchedulerIgnoresSkips(TraceRule):
             is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
             for g in waits
         )
+
+
+def _skippable(script: Script, steps: list[tuple[Trace, Event]]) -> list[Event]:
+    """The steps that a scaler may skip: neither in bfloat16 (HS120) or without mixed precision, nor after a test of the gradients."""
+    idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
+    steps = [(trace, e) for trace, e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]
+    others = [e for trace, e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
+    others = [e for e in others if not never_float16(script, e) and not tests_norm(e.guards)]
+    # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
+    missing = {e.local.scaler for e in unbound_scalers(script)} if others else set()
+    return [e for e in others if e.local.scaler not in missing or e.local.scaler.isidentifier()]
+
+
+def _is_disabled(script: Script, step: Event) -> bool:
+    """Whether the flag of a step's scaler compares a variable with a text that it never is: `dtype == "float16"` of `"bfloat16"`."""
+    for scaler in scalers_at(script, step):
+        flag = argument(scaler.node, None, "enabled")
+        test = flag if isinstance(flag, ast.Compare) and isinstance(flag.ops[0], ast.Eq) else None
+        values = script.outline.values(key_of(test.left), scaler.function) if test is not None else []
+        texts = [constant(value) for value in values]
+        if test is not None and texts and all(isinstance(t, str) and t != constant(test.comparators[0]) for t in texts):
+            return True
+    return False
 
 
 def _asks_engine(script: Script) -> bool:
