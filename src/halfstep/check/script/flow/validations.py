@@ -41,7 +41,7 @@ _REFERENCE = regex(r"(^|[._])(ref|reference|reward|critic|value|teacher)", re.IG
 _COMPUTES = regex(
     r"^_*(forward|encod|decod|reconstruct|comput|loss|predict|score|extract|embed|denois|transform|backbone|head|training_)"
 )
-_LOADER = regex(r"loader|dataset|_dl\b|_iter\b")
+_LOADER = regex(r"loader|dataset|_dl\b")
 _LOSSES = regex(r"(loss|losses|step|forward|batch)$")
 
 

@@ -133,13 +133,13 @@ def _is_rate(script: Script, assign: ast.Assign) -> bool:
 
 def _follows(value: ast.expr, counter: str, loop: AnyLoop) -> bool:
     """Whether a value depends on a counter through what a loop assigns; a position in epochs, `i / len(loader)`, does not count."""
-    seen: set[str] = set()
+    followed: set[str] = set()
     waiting, depth = [value], 0
     while waiting and depth <= MAX_DEPTH:
-        keys = {key for part in waiting for key in _keys(part)} - seen
+        keys = {key for part in waiting for key in _keys(part)} - followed
         if counter in keys:
             return True
-        seen |= keys
+        followed |= keys
         waiting, depth = list(_assigned(loop, keys)), depth + 1
     return False
 
