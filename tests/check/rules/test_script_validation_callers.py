@@ -300,7 +300,7 @@ class Experiment:
     def valid(self, loader, valid_loader):
         self.model.eval()
         with torch.no_grad():
-            train_loss = calc_loss_loader(loader, model=self.model, device=self.device)
+            train_loss = calc_loss_loader(loader, model=self.model, num_batches=self.eval_iter)
             {context}
                 valid_loss = {function}(valid_loader, model=self.model, device=self.device)
         self.model.train()
