@@ -319,3 +319,71 @@ def test_the_message_tells_whether_another_branch_clears(clear, start):
     first = findings(BRANCHES.format(clear=clear), "HS156")[0]
     assert first.line == 9
     assert first.message.startswith(start)
+
+
+HELD_BACK = """\
+import torch
+from accelerate import Accelerator
+class Base:
+    def __init__(self, config, accumulate=False):
+        self.accelerator = Accelerator(mixed_precision="fp16")
+        self.{flag} = {value}
+        self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+class Trainer({base}):
+    def fit(self, loader):
+        for i, x in enumerate(loader):
+            {start}
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.model(x)
+            {backward}
+            if not self.{flag}:
+                self.optimizer.step()
+            {end}
+"""
+
+
+def held_back(**options):
+    defaults = {
+        "flag": "accumulate", "value": "accumulate", "base": "Base", "start": "self.optimizer.zero_grad()",
+        "backward": "loss.backward()", "end": "pass",
+    }  # fmt: skip
+    return [f.line for f in findings(HELD_BACK.format(**defaults | options), "HS181")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward": "self.accelerator.backward(loss)"},
+        {"value": "False"},
+        {"value": "config.accumulate_grads", "flag": "is_accumulating"},
+        {
+            "base": "trainers.Base",
+            "flag": "gradient_accumulation",
+            "start": "self.optimizer.zero_grad(set_to_none=True)",
+        },
+        {"start": "self.model.zero_grad()"},
+    ],
+)
+def test_a_step_that_a_flag_for_accumulation_holds_back(options):
+    """What accumulates while the flag is true is cleared in the next iteration, wherever the flag is set."""
+    assert held_back(**options) == [12]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"flag": "dry_run", "value": "config.dry_run"},
+        {"flag": "accumulation_steps", "value": "4"},
+        {"flag": "accumulate", "value": "4"},
+        {"start": "if not self.accumulate: self.optimizer.zero_grad()"},
+        {"start": "pass", "end": "self.accumulate or self.optimizer.zero_grad()"},
+        {"backward": "if not self.accumulate: loss.backward()"},
+        {"end": "if self.accumulate and i % 4 == 3: self.optimizer.step()"},
+        {"end": "if self.accumulate: self.collect([p.grad for p in self.model.parameters()])"},
+    ],
+)
+def test_a_flag_that_holds_back_more_or_nothing_that_accumulates(options):
+    """Another flag, a number, gradients that wait as the step does, or that something else uses."""
+    assert held_back(**options) == []

@@ -73,6 +73,83 @@ def test_a_state_that_is_not_loaded_or_not_empty(options):
     assert lines(resumed(**options), "HS601") == []
 
 
+PARTS = """\
+import torch
+class Trainer:
+    def setup(self, config):
+        self.use_amp = config["train"]["amp"]
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.use_amp)
+
+    def save(self, path, optimizer, scaler=None):
+        states = {{"optimizer": optimizer.state_dict()}}
+        if {saved}:
+            states["scaler"] = scaler.state_dict()
+        torch.save(states, path)
+
+    def resume(self, path, optimizer, scaler=None):
+        states = torch.load(path)
+        {settings}
+        optimizer.load_state_dict(states["optimizer"])
+        if {loaded}:
+            scaler.load_state_dict(states["scaler"])
+
+    def train(self, model, loader, optimizer, path):
+        self.resume(path, optimizer, scaler=self.scaler)
+        for x in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled=self.use_amp):
+                loss = model(x)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        self.save(path, optimizer, scaler=self.scaler)
+"""
+
+
+def parts(saved="scaler is not None", loaded="scaler is not None", settings="pass"):
+    return PARTS.format(saved=saved, loaded=loaded, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"saved": "scaler"},
+        {"saved": "self.config.save_scaler and scaler is not None"},
+        {"saved": "self.save_scaler_state"},
+        {"loaded": "scaler"},
+        {"loaded": "scaler and 'scaler' in states"},
+        {"loaded": "scaler.is_enabled()"},
+        {"loaded": "isinstance(scaler, torch.amp.GradScaler)"},
+        {"settings": "old_config = states['config']; split = old_config.get('data', {}).get('split')"},
+        {
+            "settings": "ckpt_cfg = states.get('config'); width = ckpt_cfg['model']['width']; heads = ckpt_cfg['model']['heads']"
+        },
+    ],
+)
+def test_tests_that_do_not_look_at_the_state(options):
+    """That the scaler exists, or is to be saved, does not exclude an empty state; nor do other settings of the saved run."""
+    assert lines(parts(**options), "HS601") == [18]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"saved": "self.use_amp"},
+        {"saved": "scaler is not None and scaler.is_enabled()"},
+        {"saved": "self.use_scaler"},
+        {"loaded": "scaler and states['scaler']"},
+        {"loaded": "states.get('scaler')"},
+        {"settings": "old_config = states['config']; self.use_amp = old_config['train']['amp']"},
+        {"settings": "old_config = states['config']; self.setup(old_config)"},
+        {"settings": "old_config = states['config']; train_cfg = old_config['train']; self.use_amp = train_cfg['amp']"},
+    ],
+)
+def test_tests_that_look_at_the_state_or_the_flag(options):
+    """The state is saved with mixed precision only, is looked at, or the saved run's flag is the new one's."""
+    assert lines(parts(**options), "HS601") == []
+
+
 OWN = """\
 import torch
 class {name}:

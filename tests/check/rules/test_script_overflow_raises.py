@@ -119,3 +119,46 @@ def test_a_handler_around_a_strict_clip(handler, count):
     )
     found = findings(LOOP.format(options="", dtype="float16", test=clip), "HS175")
     assert len(found) == count
+
+
+BELOW = """\
+import torch, math
+scaler = torch.amp.GradScaler("cuda")
+def audit(model, head_norm, first):
+    if first and (not math.isfinite(head_norm) or head_norm <= 0.0):
+        raise RuntimeError(f"invalid first gradient: {{head_norm}}")
+def train(model, loader, optimizer):
+    first = True
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        {test}
+        first = False
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("if not torch.isfinite(norm): raise RuntimeError('gradient norm')", [18]),
+        ("assert math.isfinite(norm), 'gradient norm'", [18]),
+        ("if first: audit(model, head_norm=float(norm), first=first)", [5]),
+        ("audit(model, norm, first)", [5]),
+        ("audit(model, loss, first)", []),
+        ("if not torch.isfinite(loss): raise RuntimeError('loss')", []),
+        ("if not torch.isfinite(norm): print('skipped')", []),
+        ("if scaler.get_scale() < scale: continue\n        audit(model, norm, first)", []),
+        ("norm = weight_norm(model)\n        if not torch.isfinite(norm): raise RuntimeError('weights')", []),
+        ("norms = [p.norm() for p in model.parameters()]\n        assert all(torch.isfinite(n) for n in norms)", []),
+    ],
+)
+def test_a_raise_below_the_step_for_the_norm_measured_above(test, expected):
+    """The step was skipped, and the run ends all the same; weights and losses are finite after it."""
+    assert [f.line for f in findings(BELOW.format(test=test), "HS175")] == expected

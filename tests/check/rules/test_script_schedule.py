@@ -320,6 +320,68 @@ def test_a_schedule_of_this_file_may_set_the_rate_of_the_coming_step():
     assert reported(text, "HS195") == []
 
 
+@pytest.mark.parametrize(
+    "maker", ["return WarmupScheduler(o, 100)", "schedule = WarmupScheduler(o, 100); return schedule"]
+)
+def test_a_schedule_of_this_file_that_a_function_creates(maker):
+    """The class decides wherever the schedule is created."""
+    text = OWN.format(count="self.num_steps += 1", also="pass", order=ADVANCE + STEP)
+    text = text.replace("WarmupScheduler(optimizer, 100)\n", "make(optimizer)\n") + f"def make(o):\n    {maker}\n"
+    assert reported(text, "HS195") == []
+    text = text.replace("class WarmupScheduler", "class Other").replace(
+        "WarmupScheduler(o", "torch.optim.lr_scheduler.StepLR(o"
+    )
+    assert reported(text, "HS195") == [20]
+
+
+OPENING = """\
+import torch
+from torch.optim import lr_scheduler
+def rate(step):
+    return {rate}
+def main(model, loader, start):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    {before}
+    scheduler = lr_scheduler.{schedule}
+    {advance}
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [9]),
+        ({"schedule": "LinearLR(optimizer, total_iters=10)"}, [9]),
+        ({"schedule": "LambdaLR(optimizer, lambda step: 0.9 ** step)"}, [9]),
+        ({"schedule": "LambdaLR(optimizer, rate)"}, [9]),
+        ({"schedule": "LambdaLR(optimizer, rate)", "rate": "min(1.0, step / 100)"}, []),  # the first rate is 0
+        ({"schedule": "LambdaLR(optimizer, rate)", "rate": "min(1.0, float(step) / 100)"}, []),
+        ({"schedule": "LambdaLR(optimizer, warmup)"}, []),  # unknown
+        ({"advance": "if start: scheduler.step()"}, []),
+        ({"advance": "for _ in range(start): scheduler.step()"}, []),
+        ({"advance": "scheduler.step(start)"}, []),
+        ({"advance": "optimizer.step(); scheduler.step()"}, []),
+        ({"before": "optimizer.load_state_dict(torch.load(path))"}, []),
+        ({"schedule": "CosineAnnealingLR(optimizer, 100, last_epoch=start)"}, []),
+        ({"advance": "pass"}, []),
+    ],
+)
+def test_a_schedule_that_advances_before_the_loop(options, expected):
+    """One step right after the creation skips the first learning rate, unless that is 0 or a run is resumed."""
+    filled = {
+        "rate": "min(1.0, (step + 1) / 100)", "before": "pass", "schedule": "CosineAnnealingLR(optimizer, 100)",
+        "advance": "scheduler.step()",
+    }  # fmt: skip
+    assert reported(OPENING.format(**filled | options), "HS195") == expected
+
+
 MICRO = """\
 import torch
 {length}

@@ -282,3 +282,47 @@ def run(loader, train):
 def test_a_flag_that_is_true_in_training_only(validated, expected):
     """The other branch of a variable for `amp and train` is validation where training in float32 is apart."""
     assert reported(CHOSEN.format(validated=validated)) == expected
+
+
+IMPORTED = """\
+import torch
+from {module} import calc_loss_batch, calc_loss_loader
+class Experiment:
+    def train(self, loader, valid_loader):
+        for batch in loader:
+            with torch.amp.autocast("cuda"):
+                loss = calc_loss_batch(batch, model=self.model, device=self.device)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        self.valid(loader, valid_loader)
+
+    def valid(self, loader, valid_loader):
+        self.model.eval()
+        with torch.no_grad():
+            train_loss = calc_loss_loader(loader, model=self.model, num_batches=self.eval_iter)
+            {context}
+                valid_loss = {function}(valid_loader, model=self.model, device=self.device)
+        self.model.train()
+        return train_loss, valid_loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "function", "expected"),
+    [
+        ("if valid_loader:", "calc_loss_loader", [18]),
+        ("if valid_loader:", "measure", [16]),
+        ("with torch.autocast('cuda'):", "calc_loss_loader", []),
+    ],
+)
+def test_an_imported_function_for_a_loader_validates_without_the_region_of_its_sibling(context, function, expected):
+    """Training opens the region around the imported function of one batch, so that the one for a loader has none."""
+    assert reported(IMPORTED.format(module="utils", context=context, function=function)) == expected
+
+
+def test_an_imported_function_without_a_sibling_in_a_region_may_open_its_own():
+    """Nothing shows where the region of a function from another import is."""
+    text = IMPORTED.format(module="utils", context="if valid_loader:", function="measure")
+    assert reported(text.replace(", calc_loss_loader", "\nfrom evaluation import calc_loss_loader")) == []
+    assert reported(text.replace("with torch.amp.autocast", "with torch.profiler.record")) == []

@@ -41,6 +41,11 @@ def epoch(model, loader, optimizer, train):
         ("amp", "torch.autocast('cuda', enabled=amp and model.training)", [7]),
         ("amp", "torch.autocast('cuda', enabled=amp and phase == 'train')", [7]),
         ("amp", "torch.autocast('cuda', enabled=amp and not is_eval)", [7]),
+        ("amp if train else False", "torch.autocast('cuda', enabled=use)", [6]),
+        ("False if is_eval else amp", "torch.autocast('cuda', enabled=use)", [6]),
+        ("amp", "torch.autocast('cuda', enabled=amp if train else False)", [7]),
+        ("amp if cuda else False", "torch.autocast('cuda', enabled=use)", []),
+        ("amp if train else amp_eval", "torch.autocast('cuda', enabled=use)", []),
         ("amp", "torch.autocast('cuda', enabled=use)", []),
         ("amp", "torch.autocast('cuda', enabled=amp and trainable)", []),
     ],
@@ -48,6 +53,26 @@ def epoch(model, loader, optimizer, train):
 def test_a_region_that_only_training_enters_is_reported(use, region, expected):
     """A loop for both phases whose region depends on the phase validates in float32."""
     assert reported(SHARED.format(use=use, region=region)) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("if train:", "    use = amp", "else:", "    use = False"), [9]),
+        (("use = False", "if train:", "    use = amp"), [6]),
+        (("if not is_eval and amp:", "    use = True", "else:", "    use = False"), [9]),
+        (("if not train:", "    use = False", "else:", "    use = amp"), [7]),
+        (("if is_eval:", "    use = False", "else:", "    use = amp"), [7]),
+        (("if cuda:", "    use = amp", "else:", "    use = False"), []),
+        (("use = amp", "if train:", "    use = True"), []),
+        (("use = False", "if train:", "    use = amp", "elif evaluate_low:", "    use = True"), []),
+    ],
+)
+def test_a_flag_that_is_assigned_by_phase_is_reported(lines, expected):
+    """The flag is false wherever the model does not train, however it is assigned."""
+    text = SHARED.format(use="@", region="torch.autocast('cuda', enabled=use)")
+    block = "\n".join(f"        {line}" for line in lines)
+    assert reported(text.replace("        use = @", block)) == expected
 
 
 VALIDATED = """\

@@ -177,3 +177,55 @@ def test_positions_within_a_window_repeat(positions):
                 scaler.update()
         """
     assert codes(text) == []
+
+
+LEFTOVER = """
+def is_engine(obj):
+    return hasattr(obj, "backward") and hasattr(obj, "step")
+
+def train_epoch(model, loader, optimizer, scaler, args):
+    num_batches = 0
+    for i, batch in enumerate(loader):
+        if is_engine(model):
+            loss = model(batch)
+            model.backward(loss)
+            model.step()
+        else:
+            with torch.autocast("cuda", enabled=scaler is not None):
+                loss = model(batch) / args.accumulation_steps
+            {skip}
+            scaler.scale(loss).backward()
+            if (i + 1) % args.accumulation_steps == 0:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        num_batches += 1
+        speed = num_batches / elapsed if elapsed > 0 else 0.0
+        if num_batches % 100 == 1:
+            log(speed if isinstance(loss, float) else loss.item())
+    try:
+        if num_batches % args.accumulation_steps != 0 and not is_engine(model):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    except Exception:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("skip", "expected"),
+    [
+        ("if not torch.isfinite(loss):\n                optimizer.zero_grad()\n                continue", ["HS115"]),
+        ("if torch.isnan(loss).any():\n                optimizer.zero_grad(set_to_none=True); continue", ["HS115"]),
+        ("pass", []),
+        ("if not torch.isfinite(loss):\n                loss = torch.nan_to_num(loss)", []),
+    ],
+)  # fmt: skip
+def test_a_leftover_step_counts_the_batches_that_the_window_counts(skip, expected):
+    """A counter without the skipped batches steps once more after a window that has just ended; the engine's branch is the rare one."""
+    assert codes(LEFTOVER.format(skip=skip)) == expected

@@ -11,8 +11,10 @@ from halfstep.check.simulation.values import Negated, Tensor, Test, Unknown, is_
 
 __all__ = ["HAS_CUDA", "Decisions"]
 
+# A model with a `backward` of its own is an engine of DeepSpeed.
 _RARE = regex(
-    r"(^|[._])(no|disable|without|skip)_|resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_"
+    r"(^|[._])(no|disable|without|skip)_|resume|debug|ckpt|checkpoint|profil|isnan|isinf|is None|dry_run|eval_only|test_only|load_|"
+    r"^hasattr\(.*'backward'\)$"
 )
 _SUM = regex(r"\((\w[\w.]*) ([+-]) (\d{1,9})\)$")  # what `operators` calls `steps + 1`
 _NOT_FINITE = regex(r"finite|isnan|isinf")

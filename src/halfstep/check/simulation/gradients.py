@@ -241,7 +241,9 @@ class Gradients:
     def _confirm_void_clip(self, optimizer: Optimizer, node: ast.AST) -> None:
         """A step whose gradients nothing has clipped since backward, although a clip ran before it."""
         if optimizer.void_clip is not None:
-            self.mishaps.append(optimizer.void_clip)
+            parts = self._parts(optimizer)
+            if parts is None or any(p.number > optimizer.stepped for p in parts):  # a step without gradients clips none
+                self.mishaps.append(optimizer.void_clip)
             optimizer.void_clip = None
         optimizer.step_line = getattr(node, "lineno", 0)
 

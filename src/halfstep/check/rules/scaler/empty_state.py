@@ -17,6 +17,7 @@ from halfstep.check.script.objects.values import UNKNOWN, Scaler, argument, cons
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["RULES"]
 
@@ -54,7 +55,7 @@ class EmptyScalerState(ScriptRule):
     reason = (
         "The state of a GradScaler with enabled=False is {}. An enabled scaler that loads it raises RuntimeError: The source state dict is "
         "empty, possibly because it was saved from a disabled instance of GradScaler. So the checkpoint of a run without mixed precision "
-        "cannot be resumed with it. A test like `'scaler' in checkpoint` or `is not None` does not help: the entry is there. In the "
+        "cannot be resumed with it. Tests like `'scaler' in checkpoint`, `is not None` or `if scaler:` do not help: the entry and the object are there. In the "
         "other direction a disabled scaler ignores what it loads."
     )
     bad = (_RESUME.format(load=_LOAD, state="scaler.state_dict()"),)
@@ -69,9 +70,9 @@ class EmptyScalerState(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that a setting enables, whose state is saved without it and loaded whatever it is."""
         loads = once(script.events("load_scaler"))
-        if not loads or _SETTINGS.search(script.source.text):
+        if not loads or _takes_settings(script):
             return
-        saved = [e for e in once(script.events("save_scaler")) if not any(map(is_amp, _guards(script, e)))]
+        saved = [e for e in once(script.events("save_scaler")) if not _is_of_amp(script, e)]
         for load in loads:
             scalers = scalers_at(script, load)
             if len(scalers) != 1 or not _is_optional(script, scalers[0]) or _is_checked(script, load):
@@ -88,8 +89,67 @@ class EmptyScalerState(ScriptRule):
             )
 
 
-def _guards(script: Script, event: Event) -> tuple[tuple[str, bool], ...]:
-    return (*event.guards, *conditions_of(script.outline, event.node))
+def _is_of_amp(script: Script, event: Event) -> bool:
+    """Whether a state is saved only with mixed precision. That the scaler is there, or is to be saved, does not ask for that."""
+    keys = "|".join(re.escape(key) for key in {event.scaler, event.local.scaler, last_name(event.scaler)})
+    aside = re.compile(rf"(?<![\w.])({keys})( is not None)?(?![\w.(\[])|\b[\w.]*save_?\w*")
+    guards = (*event.guards, *conditions_of(script.outline, event.node))
+    return any(is_amp((aside.sub("", text), is_true)) for text, is_true in guards)
+
+
+def _takes_settings(script: Script) -> bool:
+    """Whether a script reads the settings of the run that is resumed, and more of them than single entries such as `["data"]["path"]`."""
+    text = script.source.text
+    matches = list(_SETTINGS.finditer(text))
+    if not matches:
+        return False
+    lines = {text.count("\n", 0, match.start()) + 1 for match in matches}
+    # Of the whole file: the outline leaves out functions without a word of precision.
+    functions = [n for n in ast.walk(script.tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    harmless = {line for function in functions for line in _read_by_entry(script, function, lines)}
+    return not lines <= harmless
+
+
+def _read_by_entry(script: Script, function: ast.AST, lines: set[int]) -> Iterator[int]:
+    """The lines where a function assigns settings of a checkpoint to a local variable and reads entries that are not about precision."""
+    here = lines & set(range(getattr(function, "lineno", 0), (getattr(function, "end_lineno", 0) or 0) + 1))
+    if not here:
+        return
+    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    flags = [(argument(s.node, None, "enabled"), s.function) for s in script.scalers]
+    levels = max([1, *(_levels(script, flag, scope) for flag, scope in flags)])
+    for statement in parents:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.lineno in here else None
+        if not isinstance(target, ast.Name) or not _entry_name(getattr(statement, "value", None)):
+            continue
+        uses = [n for n in parents if isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load)]
+        entries = [_entry_of(parents, use) for use in uses]
+        if all(depth >= levels and not is_amp((text_of(entry), True)) for entry, depth in entries):
+            yield target.lineno
+
+
+def _entry_of(parents: dict[ast.AST, ast.AST], settings: ast.expr) -> tuple[ast.expr, int]:
+    """What is read of settings, and at which depth: `cfg.get("data", {}).get("path")` at 2."""
+    entry, depth = settings, 0
+    while isinstance(parent := parents.get(entry), ast.expr):
+        if not isinstance(parent, ast.Attribute) and not (
+            _entry_name(parent) and entry not in getattr(parent, "args", ())
+        ):
+            break
+        depth += not (isinstance(parent, ast.Attribute) and parent.attr == "get")
+        entry = parent
+    return entry, depth
+
+
+def _levels(script: Script, flag: ast.expr | None, function: Function, limit: int = 3) -> int:
+    """How deep in the settings a flag is: 1 for `args.amp`, 2 for `train_cfg.get("amp")` where `train_cfg = cfg["train"]`."""
+    values = script.outline.values(key_of(flag), function) if flag is not None and key_of(flag) and limit else []
+    if values:
+        return max(_levels(script, value, function, limit - 1) for value in values[:MAX_BINDINGS])
+    if not isinstance(flag, ast.Attribute) and not _entry_name(flag):
+        return 0
+    owner = flag.func if isinstance(flag, ast.Call) else flag
+    return 1 + _levels(script, getattr(owner, "value", None), function, limit)
 
 
 def _is_optional(script: Script, scaler: Scaler) -> bool:
@@ -121,6 +181,8 @@ def _is_checked(script: Script, load: Event) -> bool:
     parts = [p for test in tests for p in (test.values if isinstance(test, ast.BoolOp) else [test])]
     names = {text_of(state), _entry_name(state) or text_of(state)}
     others = [p for p in parts if not isinstance(p, ast.Compare) or "len(" in text_of(p) or "{}" in text_of(p)]
+    # `if scaler:` looks at the object, not at its state.
+    others = [p for p in others if not _is_of_scaler(p, load)]
     if any(name in text_of(part) for part in others for name in names):
         return True
     owner = re.split(r"\W", text_of(state))[0]
@@ -129,6 +191,15 @@ def _is_checked(script: Script, load: Event) -> bool:
         return True  # `if checkpoint["amp"] and args.amp:`
     # `if not state: return`
     return bool(re.search(rf"\bnot\s+{re.escape(text_of(state))}\s*(:|and|or)", script.source.text))
+
+
+def _is_of_scaler(test: ast.expr, load: Event) -> bool:
+    """Whether a test looks at the scaler object: `if scaler:`, `if scaler.is_enabled():`, `isinstance(scaler, GradScaler)`."""
+    parts = [test.func, *test.args] if isinstance(test, ast.Call) else [test]
+    owners = [
+        p.value if isinstance(p, ast.Attribute) and isinstance(test, ast.Call) and p is test.func else p for p in parts
+    ]
+    return any(text_of(owner) in {load.scaler, load.local.scaler} for owner in owners)
 
 
 def _asks_if_present(test: ast.Compare) -> bool:

@@ -113,7 +113,8 @@ class OverflowRaises(TraceRule):
     reason = (
         "A dynamic loss scale is found by overflowing: it starts at 65536 and doubles after 2000 steps without inf, so gradients that are "
         "inf or NaN after `unscale_` are normal in float16. `scaler.step` skips such a step and `update` halves the scale. A test that "
-        "raises between the two, or `clip_grad_norm_(..., error_if_nonfinite=True)`, ends the run instead, often in its first step. The scalers of Accelerate and "
+        "raises between the two or, for the norm measured there, below them, or `clip_grad_norm_(..., error_if_nonfinite=True)`, ends the run "
+        "instead, often in its first step. The scalers of Accelerate and "
         "Lightning work in the same way; a hook of Lightning sees the gradients of a skipped step too."
     )
     bad = (
@@ -241,9 +242,35 @@ class OverflowRaises(TraceRule):
                 continue
             start, end = (getattr((*e.roots, e.node)[depth], "lineno", 0) for e in (event, after[0]))
             places = [(line, n) for line, n in raising(script, function) if start < line < end]
+            places = places or list(_after_step(script, function, start, end))
             if places:  # the first one ends the run; a test below it is not reached
                 return min(places, key=lambda item: item[0])[1]
         return None
+
+
+def _after_step(script: Script, function: Function, start: int, step: int) -> Iterator[tuple[int, ast.AST]]:
+    """What raises below a step, in its loop, for a norm that was measured between `unscale_` (line `start`) and the step."""
+    inside = list(ast.walk(function.node))
+    loops = [n for n in inside if isinstance(n, (ast.For, ast.AsyncFor, ast.While)) and n.lineno < start]
+    end = min((n.end_lineno or 0 for n in loops if (n.end_lineno or 0) >= step), default=0)
+    later = [(line, place) for line, place in raising(script, function) if step < line <= end]
+    if not later:
+        return
+    assigns = [n for n in inside if isinstance(n, ast.Assign) and start < n.lineno <= step]
+    measured = {key_of(target) for n in assigns for target in n.targets} - {""}
+    changed = [
+        n.lineno
+        for n in inside
+        if isinstance(n, ast.Assign) and n.lineno > step and measured & set(map(key_of, n.targets))
+    ]
+    reads = [e.node.lineno for e in script.events("get_scale") if isinstance(e.node, ast.expr)]
+    for line, place in later:
+        # The call that leads to a place in another function, or the test around one in this.
+        parts = [n for n in inside if isinstance(n, ast.Call) and n.lineno == line]
+        tests = [place, *(n.test for n in script.above(place) if isinstance(n, ast.If))] if place in inside else parts
+        names = {n.id for test in tests for n in ast.walk(test) if isinstance(n, ast.Name)}
+        if names & measured and not any(step < n <= line for n in (*reads, *changed)):
+            yield line, place
 
 
 def _function_at(script: Script, event: Event, depth: int) -> Function | None:

@@ -34,6 +34,7 @@ from halfstep.check.script.flow.window import (
     is_trial,
     length_of,
     targets_of,
+    window_of_flag,
 )
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.tensors import grad_of
@@ -92,7 +93,7 @@ class ClearedEveryMicroBatch(TraceRule):
         "n - 1 of n backward passes are wasted. A step in every iteration is no better if the loss is divided by n, by the script or "
         "by an Accelerator with gradient_accumulation_steps whose `accumulate()` is not used: nothing accumulates, and the gradients "
         "are n times too small. Inside `accumulate()` the optimizer of Accelerate clears only on the last micro-batch of a window: "
-        "before the backward, that discards all the earlier ones."
+        "before the backward, that discards all the earlier ones. A flag that holds the step back, `if not self.accumulate:`, is a window too."
     )
     bad = (
         ACCUMULATING_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),
@@ -123,6 +124,8 @@ class ClearedEveryMicroBatch(TraceRule):
         )
         window = next((w for back, w in windows if w is not None and self._clears(trace, index, back, w)), None)
         window = window or self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
+        if not script.outline.calls.get("accumulate"):
+            window = window or window_of_flag(script, trace, index)
         if window is None:
             return (
                 self._before_sync(script, trace, index)

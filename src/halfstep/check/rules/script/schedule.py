@@ -1,4 +1,4 @@
-"""HS195-HS196: learning-rate schedules with a scaler that may skip steps."""
+"""HS195: learning-rate schedules that advance before the optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,33 +10,25 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
-from halfstep.check.rules.scaler.calls import on_another_path
-from halfstep.check.script.flow.absent import is_always_none
-from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import (
     TraceRule,
     earlier,
-    is_amp,
-    is_setting,
     later,
     loops_around,
     only_settings,
-    switched_off,
 )
 from halfstep.check.script.flow.phases import hooked_schedules
-from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_scales, settled_by, tests_norm
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.flow.window import is_position, length_of, micro_batches, targets_of
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
-from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.flow.window import length_of, micro_batches
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of
+from halfstep.check.script.objects.formats import returned_by
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import last_name_of
 
-__all__ = ["RULES"]
+__all__ = ["PHASE", "RULES", "SCHEDULES"]
 
 _TRAIN = """\
 import torch
@@ -50,22 +42,13 @@ for x, y in loader:
     scaler.update()
 """
 # `epoch < warmup_epochs` chooses between schedules; each advances once per iteration.
-_PHASE = regex(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
-# A setting of a base class in another file: `self.scheduler_update_every_step`.
-_PER_STEP = regex(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
-_MODULO = regex(r"% ([A-Za-z_][\w.]*|\d+)")
-_ITERATION = regex(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
-_DATA = regex(r"^len\(|\.numel\(|\.size\(|\.shape|is None$")  # a batch that is left out
-_TESTED_LOSS = regex(
-    r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*loss\w*(?:\.item\(\))?\)(?:\.item\(\))?", re.IGNORECASE
-)
-_FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+PHASE = regex(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 _NAMES = regex(r"\w+")
 _BACKWARDS = ("backward", "owned_backward")
 _STEPS = ("scaler_step", "opt_step", "owned_step", "handed")
 _ACTIVE = {*_STEPS, *_BACKWARDS}
 # Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
-_SCHEDULE = regex(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
+SCHEDULES = regex(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -75,8 +58,6 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
-
-_SKIPPED = {"optimizer_step_was_skipped", "step_was_skipped"}
 
 
 class SchedulerBeforeStep(TraceRule):
@@ -117,6 +98,8 @@ class SchedulerBeforeStep(TraceRule):
             return None  # torch's return nothing; `lr = scheduler.step()` sets the learning rate of the coming step
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging starts after many steps
+        if any(map(script.outline.classes.__contains__, _classes_of(script, event))):
+            return None  # the same, of an object that a function creates
         when, place = self._early(script, trace, index)
         if when:
             call = f"{event.local.subject}.step()"
@@ -144,6 +127,8 @@ class SchedulerBeforeStep(TraceRule):
                 "at the end of the epoch",
             )
         after = "after the optimizer step"
+        if _opens_run(script, trace, index):
+            return "before the first step of the optimizer: the first learning rate is", after
         if self._opens_iteration(script, trace, index):
             return "at the start of the iteration, before the optimizer steps: the first learning rate is", after
         if (window := self._in_micro_batch(script, trace, index)) is not None:
@@ -205,9 +190,9 @@ class SchedulerBeforeStep(TraceRule):
             return False
         values = script.outline.values(event.local.subject, event.function)
         names = [text_of(v.func).rsplit(".", 1)[-1] if isinstance(v, ast.Call) else "" for v in values]
-        phases = tuple(g for g in event.guards if not _PHASE.match(g.text))
+        phases = tuple(g for g in event.guards if not PHASE.match(g.text))
         always = dataclasses.replace(event, guards=phases)
-        return bool(names) and all(map(_SCHEDULE.search, names)) and only_settings(script, always, trace[step])
+        return bool(names) and all(map(SCHEDULES.search, names)) and only_settings(script, always, trace[step])
 
     @staticmethod
     def _opens_epoch(script: Script, trace: Trace, index: int) -> bool:
@@ -229,6 +214,61 @@ class SchedulerBeforeStep(TraceRule):
         )
 
 
+def _classes_of(script: Script, event: Event) -> list[str]:
+    """What a schedule is created by: classes and functions, as the text names them, also through functions of the file."""
+    outline, names = script.outline, []
+    waiting = [(value, 2) for value in outline.values(event.local.subject, event.function)]
+    while waiting:
+        value, depth = waiting.pop()
+        if not isinstance(value, ast.Call):
+            continue
+        builder = next((f for f in outline.functions if f.name == last_name_of(value.func)), None)
+        if builder is None or not depth:
+            names.append(text_of(value.func))
+        else:
+            # From the tree: the outline names a builder without a word of precision, and does not walk it.
+            assigns = [n for n in ast.walk(builder.node) if isinstance(n, ast.Assign)]
+            for returned in returned_by(builder):
+                bound = [n.value for n in assigns if key_of(returned) in map(key_of, n.targets) and key_of(returned)]
+                waiting += [(v, depth - 1) for v in bound or [returned]]
+    return names
+
+
+def _opens_run(script: Script, trace: Trace, index: int) -> bool:
+    """Whether one of torch's schedules advances once between its creation and the loop in which the optimizer steps.
+
+    A schedule that starts at 0 may be advanced on purpose, one that a condition advances may continue another run.
+    """
+    event, outline = trace[index], script.outline
+    if event.loops or not _has_no_argument(event) or any(e.kind in _STEPS for e in trace[:index]):
+        return False
+    step = next(later(trace, index, "scaler_step", "opt_step"), None)
+    if step is None or not trace[step].loops:
+        return False
+    bound = [b for b in outline.lookup(event.local.subject, event.function) if b.value is not None]
+    if len(bound) != 1 or bound[0].function is not event.function:
+        return False
+    value, tests = bound[0].value, conditions_of(outline, event.node)
+    if not isinstance(value, ast.Call) or not outline.names.full(value.func).startswith("torch.optim.lr_scheduler."):
+        return False
+    loads = any(e.kind == "load_optimizer" for e in trace[:index]) or argument(value, None, "last_epoch") is not None
+    return conditions_of(outline, value) == tests and not loads and not _may_start_at_zero(script, value)
+
+
+def _may_start_at_zero(script: Script, schedule: ast.Call) -> bool:
+    """Whether a schedule may start with a learning rate of 0: a function that divides its step, `step / warmup`, or an unknown one."""
+    if last_name_of(schedule.func) not in {"LambdaLR", "MultiplicativeLR"}:
+        return False
+    rate = argument(schedule, 1, "lr_lambda")
+    defined = next((f.node for f in script.outline.functions if f.name == key_of(rate)), None)
+    node = rate if isinstance(rate, ast.Lambda) else defined
+    if not isinstance(node, (ast.Lambda, ast.FunctionDef)) or not node.args.args:
+        return True
+    step = node.args.args[0].arg
+    divided = [n.left for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Div, ast.Mult))]
+    return any(text_of(left).removeprefix("float(").rstrip(")") == step for left in divided)
+
+
 def _has_no_argument(event: Event) -> bool:
     return not (isinstance(event.node, ast.Call) and arguments_of(event.node))
 
@@ -242,159 +282,4 @@ def _is_above_one(script: Script, length: str) -> bool:
     return bool(numbers) and not numbers & {"0", "1"}
 
 
-class SchedulerIgnoresSkips(TraceRule):
-    """The learning-rate schedule advances when the scaler skips the step."""
-
-    code = "HS196"
-    name = "scheduler-ignores-skips"
-    severity = "advice"
-    reason = (
-        "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
-        "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100."
-    )
-    bad = (_TRAIN + "    scheduler.step()\n",)
-    good = (
-        _TRAIN.replace("    scaler.step", "    before = scaler.get_scale()\n    scaler.step")
-        + "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
-        _TRAIN.replace("    scaler.step", "    before = optimizer._step_count\n    scaler.step")
-        + "    if optimizer._step_count > before:\n        scheduler.step()\n",
-    )
-    references = (
-        "https://github.com/pytorch/pytorch/issues/44511",
-        "https://github.com/pytorch/pytorch/issues/55585",
-    )
-    kinds = ("sched_step",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
-        event = trace[index]
-        if "swa" in event.subject.lower():
-            return None  # stochastic weight averaging: a few skipped steps do not matter
-        idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(script, event) or reads_scale(script) or is_always_none(script, event):
-            return None
-        # A scaler of the script's own skips steps that no engine knows of.
-        own = any(script.scalers_named(e.scaler) for e in script.events("scaler_step"))
-        if not own and any(not on_another_path(script, trace, engine, event) for engine in engines_of(script)):
-            return self._unprepared(script, trace, index)
-        loops = _loops(script, event, event.local.subject)
-        steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
-        if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
-            steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
-        steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
-        steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
-        steps = [e for e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
-        steps = [e for e in steps if not never_float16(script, e) and not tests_norm(e.guards)]
-        steps = [e for e in steps if e.function is event.function or event.loops]
-        settled = settled_by(script, same_scales(script))
-        always = _without_alternatives(trace, event)
-        always = dataclasses.replace(always, guards=tuple(g for g in always.guards if g not in settled))
-        steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
-        # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
-        missing = {e.local.scaler for e in unbound_scalers(script)} if steps else set()
-        steps = [e for e in steps if e.local.scaler not in missing or e.local.scaler.isidentifier()]
-        if not steps:
-            return None
-        scaler = steps[0].local.scaler
-        call = text_of(event.node.func) if isinstance(event.node, ast.Call) else event.local.subject
-        tests = [settled[g] for g in event.guards if g in settled]
-        compared = (
-            f": {script.at(tests[0])} compares the scale before `update`, which alone changes it" if tests else ""
-        )
-        return self.finding(
-            script.where(event.node),
-            f"`{call}()` also runs when `{scaler}` skips the optimizer step" + compared,
-            instead=f"call {call}() only if {scaler}.get_scale() did not decrease",
-        )
-
-    def _unprepared(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """The finding for a schedule that an Accelerator does not know, next to the step of an optimizer that it prepares."""
-        event, engine = trace[index], scaling_accelerator(script)
-        created = [v for v in script.outline.values(event.subject, event.function) if isinstance(v, ast.Call)]
-        names = [last_name_of(call.func) for call in created]
-        if engine is None or not event.loops or not names or not all(map(_SCHEDULE.search, names)):
-            return None
-        prepared = prepared_for(script, ACCELERATE, event)
-        if not prepared.is_complete or last_name(event.subject) in prepared.names or _asks_engine(script):
-            return None
-        steps = [e for e in trace[:index] if e.kind == "opt_step" and last_name(e.optimizer) in prepared.names]
-        steps = [e for e in steps if e.loops == event.loops and compatible(e, event)]
-        if not any(self._in_each_pass(script, _without_alternatives(trace, event), e) for e in steps):
-            return None
-        return self.finding(
-            script.where(event.node),
-            f"in fp16, `{event.local.subject}.step()` also runs when `{engine.key}` skips the optimizer step: it was not passed to `{engine.key}.prepare`",
-            instead=f"call it only if not {engine.key}.optimizer_step_was_skipped, or prepare the scheduler, which then counts the steps of all processes",
-        )
-
-    @staticmethod
-    def _counts(script: Script, event: Event) -> bool:
-        """Whether a schedule counts iterations; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
-        call = event.node
-        if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
-            return True
-        values = arguments_of(call)
-        if len(values) != 1:
-            return not values
-        return bool(_ITERATION.search(key_of(values[0]))) or is_position(script, event, values[0])
-
-    @staticmethod
-    def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
-        """Whether a schedule advances wherever a step may be skipped, if only at the end of an accumulation window."""
-        waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
-        windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
-        same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
-        same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g, event)]
-        same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
-        guards = tuple(g for g in event.guards if g in step.guards or g not in same)
-        return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
-            is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
-            for g in waits
-        )
-
-
-def _asks_engine(script: Script) -> bool:
-    """Whether the script asks whether a step was skipped, or prepares a schedule by itself."""
-    return "prepare_scheduler" in script.outline.calls or not _SKIPPED.isdisjoint(script.outline.loads)
-
-
-def _without_alternatives(trace: Trace, event: Event) -> Event:
-    """The event without the conditions in whose other branch another schedule advances: `if warm: a.step() else: b.step()`."""
-    others = [e for e in trace if e.kind == "sched_step" and e is not event and e.loops == event.loops]
-    chosen = {g for g in event.guards if any(g.opposite in e.guards for e in others) and not _FINITE.search(g.text)}
-    return dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in chosen))
-
-
-def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
-    """Whether a condition is a flag like `run_step`, and not a test of the gradients, after which the scaler skips nothing."""
-    if not guard.text.isidentifier() or _FINITE.search(guard.text):
-        return False
-    values = script.outline.values(guard.text, step.function)
-    return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
-
-
-def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:
-    """Whether a condition is a setting, named for stepping per batch, that nothing assigns where the schedule advances."""
-    key = guard.text.partition("#")[0]
-    bound = [b for b in script.outline.bindings.get(key, ()) if b.function is event.function]
-    loops = [n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))]
-    before = loops[-1].lineno if loops else 0  # what precedes the loops of a function is set once
-    is_set = all(isinstance(b.function.node, ast.Module) or getattr(b.node, "lineno", 0) < before for b in bound)
-    return guard.is_true and bool(_PER_STEP.match(key)) and is_set
-
-
-def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:
-    """The loops around an event, without an innermost one over the schedules or optimizers that it steps."""
-    loops = loops_around(script, event)
-    is_over = len(loops) == len(event.loops) > 0 and variable in targets_of(loops[-1])
-    return event.loops[:-1] if is_over else event.loops
-
-
-def _is_remainder(trace: Trace, step: Event) -> bool:
-    """Whether a step is the last of an epoch, for what remains of a window after the loop that has the other steps."""
-    depth = len(step.loops)
-    others = [e for e in trace if e.kind == "scaler_step" and (e.scaler, e.optimizer) == (step.scaler, step.optimizer)]
-    return any(len(e.loops) > depth and e.loops[:depth] == step.loops for e in others)
-
-
-RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)
+RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep,)

@@ -14,7 +14,7 @@ from halfstep.check.script.flow.order import loops_around
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import Autocast, argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -48,11 +48,45 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
         for flag in (part.strip("()") for text in flags for part in text.split(" and ")):
             if _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
                 return autocast.node, flag
+        place, flag = _off_in_validation(script, autocast, event)
+        if place is not None:
+            return place, flag
         if autocast.dtype_node is not None:
             place, flag = _full_in_validation(script, autocast.dtype_node, event)
             if place is not None:
                 return place, flag
     return _entered_in_training(script, event)
+
+
+def _off_in_validation(script: Script, autocast: Autocast, event: Event) -> tuple[ast.AST | None, str]:
+    """The False that a region's flag is unless the model trains: `enabled = use_amp if train else False`, or by two assignments."""
+    outline, node = script.outline, autocast.node
+    enabled = argument(node, None, "enabled") if isinstance(node, ast.Call) else None
+    bound = [b for b in outline.lookup(key_of(enabled), event.function) if b.function is event.function]
+    values = [b.value for b in bound] if bound else [enabled]
+    options: list[tuple[ast.expr, tuple[Guard, ...]]] = []
+    for value in values:
+        if value is None:
+            return None, ""
+        tests = conditions_of(outline, value) if bound else ()
+        if isinstance(value, ast.IfExp):
+            options += [
+                (part, (*tests, *conditions_of(outline, part)[len(tests) :])) for part in (value.body, value.orelse)
+            ]
+        else:
+            options.append((value, tests))
+    off = [value for value, _ in options if isinstance(value, ast.Constant) and value.value is False]
+    flags = [set(_flags_of(tests)) for value, tests in options if value not in off]
+    common = set.intersection(*flags) if flags and off else set()
+    flag = min(filter(_TRAINS.fullmatch, common), default="")
+    is_decided = any(g.text == flag.removeprefix("not ") for g in event.guards)
+    return (off[-1], flag) if flag and not is_decided else (None, "")
+
+
+def _flags_of(tests: tuple[Guard, ...]) -> Iterator[str]:
+    """The conditions as flags that are true: `train` and `use_amp` of `if train and use_amp:`, `not is_eval` of its other branch."""
+    for test in tests:
+        yield from test.text.split(" and ") if test.is_true else [f"not {test.text}"]
 
 
 def _entered_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]:

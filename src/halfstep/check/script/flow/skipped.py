@@ -38,6 +38,7 @@ _STEP = regex(r"step|batch|iter", re.IGNORECASE)  # names of functions that run 
 _LOGS = regex(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
 _PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
+_AVERAGES = regex(r"(^|[._])(ema|teacher)_?\w*\.(update|step)\w*$|^update_(ema|teacher)$", re.IGNORECASE)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _EQUAL = (ast.LtE, ast.GtE, ast.Eq)
@@ -268,7 +269,7 @@ def _reads(compared: ast.Compare, keys: set[str]) -> bool:
 
 
 def _is_counted(script: Script, compared: ast.Compare) -> bool:
-    """Whether a comparison only counts or prints skipped steps: `if scaler.get_scale() < before: num_skipped += 1`."""
+    """Whether a comparison only counts or prints skipped steps, `if scaler.get_scale() < before: num_skipped += 1`, or keeps averaged weights."""
     statement = script.statement(compared)
     tests = [statement]
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
@@ -279,7 +280,13 @@ def _is_counted(script: Script, compared: ast.Compare) -> bool:
         ]
         tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
     blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
-    return all(isinstance(s, ast.AugAssign) or _is_print(s) for block in blocks for s in block)
+    return all(isinstance(s, ast.AugAssign) or _is_print(s) or _is_average(s) for block in blocks for s in block)
+
+
+def _is_average(statement: ast.stmt | None) -> bool:
+    """Whether a statement updates averaged weights, `ema.update(model)`: the schedule does not wait for that."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and bool(_AVERAGES.search(text_of(call.func)))
 
 
 def _is_print(statement: ast.stmt | None) -> bool:

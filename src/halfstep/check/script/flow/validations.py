@@ -41,6 +41,7 @@ _REFERENCE = regex(r"(^|[._])(ref|reference|reward|critic|value|teacher)", re.IG
 _COMPUTES = regex(
     r"^_*(forward|encod|decod|reconstruct|comput|loss|predict|score|extract|embed|denois|transform|backbone|head|training_)"
 )
+_LOADER = regex(r"loader|dataset|_dl\b")
 _LOSSES = regex(r"(loss|losses|step|forward|batch)$")
 
 
@@ -74,7 +75,10 @@ def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
 
 
 def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
-    """The first call outside any region of a function with a model that training calls in one: `compute_loss(model, batch)`."""
+    """The first call outside any region of a function with a model that training calls in one: `compute_loss(model, batch)`.
+
+    Also of a function of the same import for a whole loader: `loss_loader(model, loader)` for `loss_batch(model, batch)`.
+    """
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     trained: dict[str, str] = {}
     for function in filter(_trains_in_region, (*functions, script.outline.module)):
@@ -86,9 +90,33 @@ def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
             continue
         calls = sorted((n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: c.lineno)
         own = [c for c in calls if trained.get(key_of(c.func)) in {"", function.cls} and _gets_model(c)]
+        # Training opens the region around the function of one batch, so that one is not in the functions of that import.
+        siblings = {
+            _sibling_of(script, key) for key, cls in trained.items() if cls in {"", function.cls} and key.isidentifier()
+        } - {("", "")}
+        evaluates = any(key_of(c.func).endswith(".eval") for c in calls) if siblings else False
+        own = own or [c for c in calls if evaluates and _is_sibling(script, c, siblings)]
         if own:
-            yield own[0], key_of(own[0].func)
+            loaders = {c: [key for v in arguments_of(c) if _LOADER.search(key := key_of(v))] for c in own}
+            validated = [c for c in own if any(map(_VALIDATES.search, loaders[c]))]
+            call = (validated or own)[0]
+            yield call, key_of(call.func)
             return
+
+
+def _sibling_of(script: Script, key: str) -> tuple[str, str]:
+    """The import of a function of one batch and what its name starts with: `calc_loss_` of `calc_loss_batch`; "" if neither."""
+    module, _, name = script.outline.names.table.get(key, "").rpartition(".")
+    start, _, unit = name.rpartition("_")
+    return (module, f"{start}_") if module and unit in {"batch", "step"} and "loss" in start else ("", "")
+
+
+def _is_sibling(script: Script, call: ast.Call, siblings: set[tuple[str, str]]) -> bool:
+    """Whether a call passes a model and a loader to a function that was imported with that of one batch."""
+    module, _, name = script.outline.names.full(call.func).rpartition(".")
+    keys = [key_of(value) for value in arguments_of(call)]
+    is_whole = any(map(_MODEL.search, keys)) and any(map(_LOADER.search, keys))
+    return is_whole and any(module == origin and name.startswith(start) for origin, start in siblings)
 
 
 def _calls_in_region(function: Function) -> Iterator[ast.Call]:
@@ -193,7 +221,9 @@ def _may_be_in_region(script: Script, function: Function, functions: list[Functi
         body = [*getattr(node, "body", ()), *getattr(node, "decorator_list", ())]
         if any(_PRECISION.search(ast.unparse(part)) for part in body):
             return True
-        called = {last_name(key_of(n.func)) for n in ast.walk(node) if isinstance(n, ast.Call)} - reached
+        keys = [key_of(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
+        # `self.model.train()` is no call of the trainer's `train`.
+        called = {last_name(key) for key in keys if not _MODEL.search(key.rpartition(".")[0])} - reached
         reached |= called
         waiting += [f for f in functions if f.name in called]
     return _is_called_in_region(script, function)

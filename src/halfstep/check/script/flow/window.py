@@ -39,6 +39,7 @@ __all__ = [
     "targets_of",
     "window_of",
     "window_of_clearing",
+    "window_of_flag",
     "window_of_loop",
 ]
 
@@ -46,6 +47,11 @@ __all__ = [
 ACCUMULATION = regex(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
+# A flag, not a number: `self.accumulate`, `cfg.is_accumulating`.
+_HELD_BACK = regex(
+    r"^[\w.]*?(?<![a-z])accum(ulat(e|es|ed|ing|ion))?(_(grads?|gradients?|only|mode|enabled))?$", re.IGNORECASE
+)
+_BACKWARDS = ("backward", "owned_backward")
 _MODULO = regex(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
 # Functions that test it: `divisible_by(step, accumulate)`, `self.every_n_iters(runner, self.update_interval)` of mmcv's hooks.
 _EVERY = regex(r"\b(?:every_n_\w+|(?:is_)?divisible(?:_by)?)\([^()]+, ([A-Za-z_][\w.\[\]'\"]*|\d+)\)")
@@ -350,6 +356,29 @@ def window_of_clearing(script: Script, cleared: list[Event], event: Event) -> st
         next((n for g in e.accumulating if g not in event.guards and (n := length_of(script, g))), "") for e in cleared
     ]
     return lengths[0] if lengths and all(lengths) else ""
+
+
+def window_of_flag(script: Script, trace: Trace, index: int) -> Window | None:
+    """The window of the only step in a loop, which a flag for accumulation holds back, `if not self.accumulate:`, after an event and a backward."""
+    event = trace[index]
+    if not event.loops or any(e.loops == event.loops and e.kind in {*STEPS, *_BACKWARDS} for e in trace[:index]):
+        return None
+    back, first = (next(later(trace, index, *kinds), None) for kinds in (_BACKWARDS, STEPS))
+    if back is None or first is None or first < back or not trace[back].loops == event.loops == trace[first].loops:
+        return None
+    step = trace[first]
+    flags = [g for g in step.guards if not g.is_true and _HELD_BACK.search(g.text) and g not in trace[back].guards]
+    if len(flags) != 1 or flags[0] in event.guards or not only_settings(script, event, step):
+        return None
+    flag, loops = flags[0], loops_around(script, event)
+    if any(isinstance(n, ast.Attribute) and n.attr == "grad" for loop in loops[-1:] for n in ast.walk(loop)):
+        return None  # the loop uses the gradients itself
+    values = script.outline.values(flag.text, step.function)
+    settings = (ast.Name, ast.Attribute, ast.Subscript, ast.Call)
+    if any(not isinstance(v, settings) and not isinstance(constant(v), bool) for v in values):
+        return None  # a number, or a test of this iteration
+    others = [e for e in trace if e.kind in {*STEPS, "handed", "grad_read"} and flag not in e.guards]
+    return None if others else Window(step, f"not `{flag.text}`", flag.text)
 
 
 def window_of_loop(script: Script, event: Event) -> str:

@@ -1,0 +1,172 @@
+"""Learning rates that a loop assigns to its optimizer, `group["lr"] = rate(step)`, from a counter of its iterations.
+
+The counter is the loop's own (`enumerate(loader)`, `range(steps)`) or one that the loop increments wherever the optimizer steps. The rate
+depends on it through what the loop assigns before, or through a function of the file that receives it and sets the rate.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from halfstep.check.regex import regex
+from halfstep.check.script.flow.event import Event, is_accumulation
+from halfstep.check.script.flow.order import AnyLoop, function_around, loops_around
+from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.objects.expressions import arguments_of, conditions_of
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RateSet", "rates_by_iteration", "sets_rates"]
+
+_ASSIGNS_RATE = regex(r"\[['\"]lr['\"]\]\s*=[^=]")
+_GROUPS = regex(r"param_?groups")
+_COUNTS = {"range", "trange", "count"}
+_BARS = {"tqdm", "track", "trange", "progress_bar"}
+_LOADER_LENGTH = regex(r"len\(|(per|in)_(an_)?epoch|num_(train_)?batches|n_?iters?$")
+_SEARCHES = regex(r"find|range_test|sweep")  # tests that raise the rate until the loss diverges
+MAX_DEPTH = 5  # variables between a counter and the rate
+
+
+class RateSet(NamedTuple):
+    """An assignment of a learning rate, or the call that makes it, the counter that it follows and the loop of both."""
+
+    node: ast.AST
+    counter: str
+    loop: AnyLoop
+
+
+def sets_rates(script: Script) -> bool:
+    """Whether a script assigns learning rates itself."""
+    return bool(_ASSIGNS_RATE.search(script.source.text))
+
+
+def rates_by_iteration(script: Script, step: Event) -> Iterator[RateSet]:
+    """The learning rates that the loop around a step sets from a counter of its iterations."""
+    loops = loops_around(script, step)
+    while loops and last_name(step.local.optimizer) in targets_of(loops[-1]):
+        loops.pop()  # over the optimizers
+    if not loops:
+        return
+    loop = loops[-1]
+    around = function_around(script, loop)
+    function = next((f for f in (*script.outline.functions, script.outline.module) if f.node is around), None)
+    if function is None or _SEARCHES.search(function.name):
+        return
+    counters = {*_positions(script, loop, function), *_incremented(script, loop, step)}
+    for node, values in _settings(script, loop, function) if counters else ():
+        counter = next((c for c in sorted(counters) for v in values if _follows(v, c, loop)), "")
+        if counter:
+            yield RateSet(node, counter, loop)
+
+
+def _positions(script: Script, loop: AnyLoop, function: Function) -> Iterator[str]:
+    """The variable in which a `for` loop counts its passes."""
+    source = loop.iter if not isinstance(loop, ast.While) else None
+    values = script.outline.values(key_of(source), function) if key_of(source) else []
+    source = values[0] if len(values) == 1 else source
+    while isinstance(source, ast.Call) and last_name(text_of(source.func)) in _BARS - _COUNTS and source.args:
+        source = source.args[0]
+    called = last_name(text_of(source.func)) if isinstance(source, ast.Call) else ""
+    target = getattr(loop, "target", None)
+    if called == "enumerate" and isinstance(target, ast.Tuple):
+        yield key_of(target.elts[0])
+    elif called in _COUNTS | {"trange"} and isinstance(target, ast.Name):
+        yield target.id
+
+
+def _incremented(script: Script, loop: AnyLoop, step: Event) -> Iterator[str]:
+    """The variables to which a loop adds 1 in each iteration, or at each end of a window: not only where something shows an applied step."""
+    outer = {g.text for g in conditions_of(script.outline, loop)}
+    for node in ast.walk(loop):
+        counter = _raised_by_one(node)
+        if not counter:
+            continue
+        inner = next((n for n in script.above(node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
+        guards = [g for g in conditions_of(script.outline, node) if g.text not in outer]
+        if inner is loop and all(g in step.guards or is_accumulation(g) for g in guards):
+            yield counter
+
+
+def _raised_by_one(node: ast.AST) -> str:
+    """The variable of `step += 1` or `step = step + 1`; "" for any other statement."""
+    if isinstance(node, ast.AugAssign):
+        return key_of(node.target) if isinstance(node.op, ast.Add) and constant(node.value) == 1 else ""
+    value = node.value if isinstance(node, ast.Assign) else None
+    key = key_of(node.targets[0]) if isinstance(node, ast.Assign) else ""
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+        return ""
+    return key if key_of(value.left) == key and constant(value.right) == 1 else ""
+
+
+def _settings(script: Script, loop: AnyLoop, function: Function) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+    """Where a loop sets learning rates, and the values that decide them: an assignment, or the call of a function that has one."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and _is_rate(script, node):
+            yield node, [node.value]
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and "." not in (name := key_of(node.func).removeprefix("self."))
+            and name
+        ):
+            target = script.outline.call_target(node, function)
+            if target is None or _SEARCHES.search(target.name):
+                continue
+            if any(isinstance(n, ast.Assign) and _is_rate(script, n) for n in ast.walk(target.node)):
+                yield node, arguments_of(node)
+
+
+def _is_rate(script: Script, assign: ast.Assign) -> bool:
+    """Whether an assignment is to the learning rate of a parameter group."""
+    target = assign.targets[0]
+    if not isinstance(target, ast.Subscript) or constant(target.slice) != "lr":
+        return False
+    if _GROUPS.search(text_of(target.value)):
+        return True
+    loops = (n for n in script.above(assign) if isinstance(n, ast.For))
+    return any(key_of(target.value) in targets_of(n) and _GROUPS.search(text_of(n.iter)) for n in loops)
+
+
+def _follows(value: ast.expr, counter: str, loop: AnyLoop) -> bool:
+    """Whether a value depends on a counter through what a loop assigns; a position in epochs, `i / len(loader)`, does not count."""
+    followed: set[str] = set()
+    waiting, depth = [value], 0
+    while waiting and depth <= MAX_DEPTH:
+        keys = {key for part in waiting for key in _keys(part)} - followed
+        if counter in keys:
+            return True
+        followed |= keys
+        waiting, depth = list(_assigned(loop, keys)), depth + 1
+    return False
+
+
+def _assigned(loop: AnyLoop, keys: set[str]) -> Iterator[ast.expr]:
+    """What a loop assigns to variables, itself or by looping over it."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and any(key_of(t) in keys for target in node.targets for t in ast.walk(target)):
+            yield node.value
+        elif isinstance(node, ast.For) and node is not loop and targets_of(node) & keys:
+            yield node.iter
+
+
+def _keys(value: ast.expr) -> Iterator[str]:
+    """The variables in a value, except in a number of epochs and in what is called."""
+    waiting: list[ast.AST] = [value]
+    while waiting:
+        node = waiting.pop()
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, (ast.Div, ast.FloorDiv))
+            and _LOADER_LENGTH.search(text_of(node.right))
+        ):
+            continue
+        if isinstance(node, ast.Call):
+            waiting += arguments_of(node)
+        elif isinstance(node, ast.expr) and key_of(node):
+            yield key_of(node)
+        else:
+            waiting += ast.iter_child_nodes(node)
