@@ -45,6 +45,22 @@ def option(choices="", check="pass", context=CONTEXT, enabled='args.dtype == "fl
         ({"check": 'if args.dtype not in ("float16", "bfloat16"): raise ValueError(args.dtype)'}, []),
         ({"enabled": "dtype == torch.float16"}, []),
         ({"context": 'torch.autocast("cuda", dtype=dtype, enabled=args.dtype in ("float16", "bfloat16"))'}, []),
+        ({"check": 'assert args.dtype in ("float16", "bfloat16")'}, []),
+        ({"check": 'if args.dtype != "float16" and args.dtype != "bfloat16": parser.error("dtype")'}, []),
+        ({"check": 'if not (args.dtype == "float16" or args.dtype == "bfloat16"): raise SystemExit(1)'}, []),
+        ({"check": 'if broken or args.dtype not in ("float16", "bfloat16"): raise SystemExit(1)'}, []),
+        ({"check": 'LOW = ("float16", "bfloat16")\nif args.dtype not in LOW: raise ValueError'}, []),
+        (
+            {
+                "check": 'if args.dtype == "float16": n = 1\nelif args.dtype == "bfloat16": n = 2\nelse: raise ValueError(args.dtype)'
+            },
+            [],
+        ),
+        ({"check": 'if args.dtype == "float16": n = 1\nelif args.dtype == "bfloat16": n = 2\nelse: n = 3'}, [10]),
+        ({"check": 'if broken and args.dtype not in ("float16", "bfloat16"): raise SystemExit(1)'}, [8]),
+        ({"check": 'if args.dtype not in ("float16", "bfloat16"): print("unusual")'}, [8]),
+        ({"check": 'if args.dtype == "float32": n = 1\nelif args.dtype == "bfloat16": raise ValueError'}, [9]),
+        ({"check": "assert args.dtype"}, [8]),
         (
             {
                 "check": 'low = args.dtype in ("float16", "bfloat16")',
@@ -57,6 +73,50 @@ def option(choices="", check="pass", context=CONTEXT, enabled='args.dtype == "fl
 def test_a_value_that_is_neither_of_those_compared(options, expected):
     """`--dtype float32` gives float16 without a loss scale, unless something rejects it or enters no region."""
     assert lines(option(**options), "HS123") == expected
+
+
+HELPER = """\
+from contextlib import nullcontext
+import torch
+def setup(config):
+    precision = getattr(config, "precision", "fp32")
+{check}
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+        scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+        return torch.autocast("cuda", dtype=dtype), scaler
+    return nullcontext(), None
+def train(model, config, loader, optimizer):
+    context, scaler = setup(config)
+    for x in loader:
+        with context:
+            loss = model(x)
+        (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        ('    if precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', []),
+        ('    if cpu or precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', []),
+        ('    if precision == "fp32":\n        return nullcontext(), None\n    if True:', []),
+        ('    if precision in ("bf16", "fp16"):', []),
+        ('    if precision == "bf16" or precision == "fp16":', []),
+        ("    if config.device == 'cuda':", [6]),
+        ("    if True:", [6]),
+        ('    if cpu and precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', [8]),
+        ('    if precision == "fp8":\n        return nullcontext(), None\n    if True:', [8]),
+    ],
+)
+def test_a_function_that_has_returned_for_other_values(check, expected):
+    """What follows a `return` for every other value, or is in the branch for these, is in one of the two formats."""
+    assert lines(HELPER.format(check=check), "HS123") == expected
 
 
 WITHOUT_CUDA = """\

@@ -40,7 +40,7 @@ def float16_otherwise(script: Script, scaler: Scaler, opened: Event) -> tuple[st
                 continue
             setting = choice.test.left if isinstance(choice.test, ast.Compare) else choice.test
             strings = strings_of(script.outline, setting, region.function)
-            is_open = UNKNOWN in strings and not is_excluded(script.outline, setting, _FULL)
+            is_open = UNKNOWN in strings and not is_excluded(script.outline, setting, _FULL, (choice, region.node))
             if is_open and not _asks_for(script, region, opened, key):
                 return key, choice
     return None
