@@ -75,6 +75,83 @@ def test_a_value_that_is_neither_of_those_compared(options, expected):
     assert lines(option(**options), "HS123") == expected
 
 
+FIXED = """\
+import argparse
+from contextlib import nullcontext
+import torch
+{setting}
+{region}
+scaler = {scaler}
+for x in loader:
+    {enter}
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+NAMED = 'dtype = "bfloat16"  # or float16'
+OPTION = "parser = argparse.ArgumentParser()\nparser.add_argument('--dtype'{})\nargs = parser.parse_args()"
+HALF = 'ctx = nullcontext() if device == "cpu" else torch.autocast("cuda", dtype=torch.float16)'
+ENABLED = 'torch.amp.GradScaler("cuda", enabled={})'
+
+
+def fixed(setting=NAMED, region=HALF, enabled='dtype == "float16"', scaler="", enter="with ctx:"):
+    """The lines and severities of HS123."""
+    text = FIXED.format(setting=setting, region=region, scaler=scaler or ENABLED.format(enabled), enter=enter)
+    return [(f.line, f.severity) for f in findings(text, "HS123")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [(6, "error")]),
+        ({"region": "ptdtype = torch.float16\n" + HALF.replace("torch.float16", "ptdtype")}, [(7, "error")]),
+        ({"setting": OPTION.format(", default='bf16'"), "enabled": 'args.dtype == "fp16"'}, [(8, "error")]),
+        (
+            {"setting": OPTION.format(", choices=['bf16', 'fp16']"), "enabled": 'amp and args.dtype == "fp16"'},
+            [(8, "warning")],
+        ),
+        (
+            {"setting": NAMED + '\nuse_scaler = dtype == "float16"', "enabled": "use_scaler"},
+            [(7, "error")],
+        ),
+        (
+            {
+                "setting": "class Config:\n    dtype: str = 'bfloat16'\ncfg = Config()",
+                "enabled": 'cfg.dtype == "float16"',
+                "enter": 'with torch.autocast("cuda", dtype=torch.float16, enabled=cfg.amp):',
+            },
+            [(8, "error")],
+        ),
+    ],
+)
+def test_a_region_in_float16_beside_a_setting_that_is_not(changes, expected):
+    """The scaler asks a setting for float16, and the region does not: with the value in the file nothing scales the loss."""
+    assert fixed(**changes) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"setting": 'dtype = "float16"'},
+        {"setting": "from settings import dtype"},
+        {"setting": OPTION.format(""), "enabled": 'args.dtype == "fp16"'},
+        {"setting": OPTION.format(", choices=['fp16']"), "enabled": 'args.dtype == "fp16"'},
+        {"region": HALF.replace("torch.float16", '{"float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]')},
+        {"region": HALF.replace('device == "cpu"', 'dtype != "float16"')},
+        {"region": HALF.replace("torch.float16)", 'torch.float16, enabled=dtype == "float16")')},
+        {"region": 'half = dtype == "float16"\n' + HALF.replace('device == "cpu"', "not half")},
+        {"region": f'if dtype == "float16":\n    {HALF}\nelse:\n    ctx = nullcontext()'},
+        {"setting": NAMED + '\nassert dtype == "float16"'},
+        {"enter": 'if dtype != "float16":\n        continue\n    with ctx:'},
+    ],
+)
+def test_a_region_that_follows_the_setting_of_its_scaler(changes):
+    """The setting decides about the region as well, or may have no other value here."""
+    assert fixed(**changes) == []
+
+
 HELPER = """\
 from contextlib import nullcontext
 import torch

@@ -137,8 +137,8 @@ class Fp16WithoutScaler(TraceRule):
         if event.scaled == "yes":
             return (
                 self._switched_off(script, trace, index)
-                or self._switched_by_flag(script, trace, index)
                 or self._left_out(script, trace, index)
+                or self._switched_by_flag(script, trace, index)
             )
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
@@ -218,7 +218,7 @@ class Fp16WithoutScaler(TraceRule):
             script.where(case.node),
             f"{case.when} the loss under float16 autocast ({script.at(opened.node)}) is not scaled: gradients below 6e-8 become zero",
             instead=case.instead,
-            severity="warning",
+            severity=case.severity,
         )
 
     def _without_its_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.check.finding import Severity
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
-from halfstep.check.script.scaling.other_values import float16_otherwise, float16_without_cuda
+from halfstep.check.script.scaling.other_values import disabled_by_value, float16_otherwise, float16_without_cuda
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -45,6 +46,7 @@ class Omission:
     node: ast.AST  # what is to be changed: the scaler, or the region
     when: str
     instead: str
+    severity: Severity = "warning"
 
 
 def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
@@ -191,6 +193,12 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
     if (rest := float16_otherwise(script, scaler, opened)) is not None:
         when = f"with any other `{rest[0]}`, such as 'float32', the dtype is float16 and the scaler ({script.at(scaler.node)}) is disabled, so"
         return Omission(rest[1], when, "reject other values, and enable the scaler for dtype == torch.float16")
+    if (off := disabled_by_value(script, scaler, opened)) is not None:
+        key, value, is_only = off
+        when = f"with `{key}` '{value}'{', as this file sets it,' if is_only else ''} the scaler is disabled, and"
+        return Omission(
+            scaler.node, when, f"take the dtype of autocast from `{key}`", "error" if is_only else "warning"
+        )
     if (choice := float16_without_cuda(script, scaler, opened)) is not None:
         when = f"without CUDA the dtype is float16 (`{text_of(choice)}` is false) and the scaler is disabled, so on the CPU"
         return Omission(opened.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
