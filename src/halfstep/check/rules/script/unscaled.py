@@ -251,10 +251,9 @@ class Fp16WithoutScaler(TraceRule):
             texts += [s.enabled for e in scaled for s in scalers_at(script, e)]
         if not decisive or any(_DEVICE.search(text) or text.startswith("except@") for text in texts):
             return None
-        regions = opened.regions[-1].autocasts
         if is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
-        if not all(is_entered_without(script, a, g, event, scaled) for a in regions for g in decisive):
+        if not is_entered_without(script, opened, decisive, event, scaled):
             return None
         condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
         return self.finding(

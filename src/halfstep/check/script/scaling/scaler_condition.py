@@ -15,6 +15,7 @@ from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
+from halfstep.check.script.scaling.joint_flags import exclude_each_other
 from halfstep.check.script.scaling.other_values import disabled_by_value, float16_otherwise, float16_without_cuda
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -88,8 +89,17 @@ def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Func
     return all(text_of(name).startswith("torch.") for name in named) and has_half != is_equal
 
 
-def is_entered_without(script: Script, region: Autocast, guard: Guard, event: Event, scaled: Sequence[Event]) -> bool:
-    """Whether a region is enabled also where the loss of another branch is not scaled, because of a guard."""
+def is_entered_without(
+    script: Script, opened: Event, guards: Sequence[Guard], event: Event, scaled: Sequence[Event]
+) -> bool:
+    """Whether a region is enabled also where the loss of another branch is not scaled, because of some guards."""
+    if any(exclude_each_other(script.outline, around, guard) for around in opened.guards for guard in guards):
+        return False
+    regions = opened.regions[-1].autocasts
+    return all(_is_on_without(script, region, guard, event, scaled) for region in regions for guard in guards)
+
+
+def _is_on_without(script: Script, region: Autocast, guard: Guard, event: Event, scaled: Sequence[Event]) -> bool:
     if region.enabled != "yes":
         return _is_wider(script, region.enabled, guard.text, event)
     # `AMP = True` enables the region, and also decides the guard, or the scaler that it tests.
