@@ -23,6 +23,7 @@ from halfstep.check.script.flow.updates import updated_since
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.engines import engine_at, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.owners import have_same
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.scaling.passes import number_of_passes
 from halfstep.check.script.script import Script
@@ -94,7 +95,8 @@ class DoubleUnscale(TraceRule):
         "in the second pass of a loop over groups or models, and so does one after `accelerator.unscale_gradients()`. After `accelerator.scaler.unscale_(optimizer)` nothing raises, because "
         "the scaler does not know the prepared optimizer: the gradients are divided by the scale twice. Each step of a prepared optimizer "
         "updates the scaler, so the step of the next one unscales again what the clipping has unscaled, and nothing raises either. The "
-        "scaler knows optimizers by identity: after `unscale_(combined.optimizers[0])` the step of `combined` unscales as well."
+        "scaler knows optimizers by identity: after `unscale_(combined.optimizers[0])` the step of `combined` unscales as well, and of two "
+        "optimizers made from the same parameters the second step divides the gradients again."
     )
     bad = (
         _START.format(divide="")
@@ -191,9 +193,36 @@ class DoubleUnscale(TraceRule):
             severity=None if num and engine.precision == "fp16" else "warning",
         )
 
+    def _of_shared(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a step of an optimizer with the same parameters as the one whose gradients were divided before it."""
+        event = trace[index]
+        ends = ("update", "backward", "owned_backward", "zero_grad", "handed")
+        for i in earlier(trace, index, "unscale", "scaler_step", *ends):
+            before = trace[i]
+            if before.kind in ends or before.loops != event.loops or before.scaler != event.scaler:
+                return None
+            if before.optimizer == event.optimizer:
+                if before.kind == "unscale":
+                    continue
+                return None
+            if not have_same(script, before, event):
+                continue
+            if switched_off(script, event) or not only_settings(script, before, event):
+                return None
+            own, other = event.local.optimizer, before.local.optimizer
+            return self.finding(
+                script.where(event.node),
+                f"`{own}` has the same parameters as `{other}`, whose gradients are divided by the scale at {script.at(before.node)}: "
+                "this divides them again",
+                instead=f"one optimizer for these parameters, or a backward before each step and zero_grad() after `{other}`'s",
+            )
+        return None
+
     def _of_wrapped(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a step of an optimizer that contains those whose gradients were unscaled, or is in one of them."""
         event, own = trace[index], trace[index].local.optimizer
+        if (shared := self._of_shared(script, trace, index)) is not None:
+            return shared
         for i in earlier(trace, index, "unscale", "scaler_step", "update"):
             before = trace[i]
             if before.kind != "unscale":
