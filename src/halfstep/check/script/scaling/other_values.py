@@ -21,7 +21,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["disabled_by_value", "float16_otherwise", "float16_without_cuda"]
+__all__ = ["disabled_by_value", "enabled_by_value", "float16_otherwise", "float16_without_cuda"]
 
 _HALF, _BFLOAT = {"float16", "fp16", "half"}, {"bfloat16", "bf16"}
 _FULL = ("float32", "fp32")
@@ -69,6 +69,24 @@ def disabled_by_value(script: Script, scaler: Scaler, opened: Event) -> tuple[st
         asked = any(_asks_for(script, a, opened, key) for a in regions)
         if off and not asked and not is_excluded(script.outline, test.left, off, [a.node for a in regions]):
             return key, off[0], not known & _HALF
+    return None
+
+
+def enabled_by_value(script: Script, scaler: Scaler) -> tuple[str, str] | None:
+    """The setting, and its value, that enables a scaler for float16, while the regions of the file are bfloat16 in any case."""
+    regions = [a for a in script.autocasts if a.enabled != "no"]
+    if not regions or not all(a.dtype_node is not None and a.dtype == "bfloat16" for a in regions):
+        return None
+    texts = [text for a in regions for text, _ in conditions_of(script.outline, a.node)] + [a.enabled for a in regions]
+    nodes = [a.node for a in regions]
+    for test, is_true in tests_of(script, scaler):
+        key, value = _compared(test)
+        if not is_true or value not in _HALF or not isinstance(test, ast.Compare) or any(map(_FORMAT.search, texts)):
+            continue
+        known = strings_of(script.outline, test.left, scaler.function)
+        is_setting = isinstance(test.left, (ast.Attribute, ast.Subscript)) and UNKNOWN in known
+        if (known & _HALF or is_setting) and not is_excluded(script.outline, test.left, [str(value)], nodes):
+            return key, str(value)
     return None
 
 
