@@ -112,6 +112,13 @@ def fixed(setting=NAMED, region=HALF, enabled='dtype == "float16"', scaler="", e
             {"setting": OPTION.format(", choices=['bf16', 'fp16']"), "enabled": 'amp and args.dtype == "fp16"'},
             [(8, "warning")],
         ),
+        ({"region": 'ctx = torch.autocast("cuda")'}, [(6, "error")]),
+        ({"region": "ctx = torch.cuda.amp.autocast()", "enabled": 'dtype in ["float16", "half"]'}, [(6, "error")]),
+        ({"setting": 'dtype = "float32"', "enabled": 'dtype != "float32"'}, [(6, "error")]),
+        (
+            {"region": "ctx = torch.cuda.amp.autocast()", "enabled": 'dtype in ["float16", "bfloat16"]'},
+            [(6, "warning")],
+        ),
         (
             {"setting": NAMED + '\nuse_scaler = dtype == "float16"', "enabled": "use_scaler"},
             [(7, "error")],

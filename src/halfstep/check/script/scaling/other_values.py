@@ -18,6 +18,7 @@ from halfstep.check.script.scaling.device_tests import (
     tests_of_guards,
 )
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
 
@@ -55,20 +56,20 @@ def disabled_by_value(script: Script, scaler: Scaler, opened: Event) -> tuple[st
     `dtype = "bfloat16"`, `enabled=dtype == "float16"` and a region with torch.float16. Also whether the file has no other value.
     """
     regions = opened.regions[-1].autocasts
-    if not all(a.dtype_node is not None and a.dtype == "float16" and a.enabled != "no" for a in regions):
+    if not all(a.dtype == "float16" and a.enabled != "no" for a in regions):
         return None
     guards = (*opened.guards, *(guard for a in regions for guard in conditions_of(script.outline, a.node)))
     if any(_FORMAT.search(text) for text in (*(guard.text for guard in guards), *(a.enabled for a in regions))):
         return None
     for test, is_true in tests_of(script, scaler):
-        key, value = _compared(test)
-        if not is_true or value not in _HALF or not isinstance(test, ast.Compare):
+        if not isinstance(test, ast.Compare) or not (key := text_of(test.left)):
             continue
-        known = strings_of(script.outline, test.left, scaler.function)
-        off = sorted(known & {*_BFLOAT, *_FULL})
+        known = strings_of(script.outline, test.left, scaler.function) & {*_HALF, *_BFLOAT, *_FULL}
+        outcomes = {s: value_of(test, lambda n, key=key, s=s: s if text_of(n) == key else OPEN) for s in known}  # type: ignore[misc]
+        off = sorted(s for s, outcome in outcomes.items() if outcome is (not is_true))
         asked = any(_asks_for(script, a, opened, key) for a in regions)
         if off and not asked and not is_excluded(script.outline, test.left, off, [a.node for a in regions]):
-            return key, off[0], not known & _HALF
+            return key, off[0], set(off) == known
     return None
 
 
