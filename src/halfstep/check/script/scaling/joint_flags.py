@@ -41,7 +41,7 @@ def _params(outline: Outline) -> set[str]:
 
 def _by_block(outline: Outline, key: str) -> dict[tuple[int, str], object]:
     """The last constant that each block gives a variable; empty if something else may set it."""
-    bindings = outline.bindings.get(key, ())
+    bindings = outline.bindings.get(key, [])
     values: dict[tuple[int, str], object] = {}
     for binding in bindings[:MAX_BINDINGS]:
         value = _constant(binding)
