@@ -59,7 +59,7 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
         if root in entered:
             continue
         search = Search(min(left, MAX_ROOT_STEPS))
-        found: list[Mishap] = []
+        in_root: list[Mishap] = []
         runs: list[tuple[Path, set[ast.AST]]] = []
         for path in search.paths():
             in_run = _mishaps_of(Simulation(relevance, table, targets, path, entered), tree, root)
@@ -67,8 +67,8 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
             for mishap in in_run:
                 if mishap.node not in reported:  # what follows from it in other runs is no mistake of its own
                     reported.add(mishap.node)
-                    found.append(mishap)
-        for mishap in found:
+                    in_root.append(mishap)
+        for mishap in in_root:
             answers = [(path.answers, mishap.node in nodes) for path, nodes in runs]
             if mishap.code not in _OF_FORMATS or not records.combine(answers):
                 yield mishap
