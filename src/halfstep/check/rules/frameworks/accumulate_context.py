@@ -69,7 +69,8 @@ class AccumulationNotPassed(ScriptRule):
     reason = (
         "`accelerator.accumulate` counts to the number that `Accelerator(gradient_accumulation_steps=...)` was created with, which is 1. "
         "A setting of the script that is not passed there has no effect: the optimizer steps on every micro-batch, with a batch smaller "
-        "than the one that the learning rate was chosen for. Only the launcher could still set it."
+        "than the one that the learning rate was chosen for. Only the launcher could still set it, and "
+        "with a DeepSpeedPlugin that has no number of its own, the DeepSpeed configuration."
     )
     bad = (_SETTING.format(steps=""),)
     good = (

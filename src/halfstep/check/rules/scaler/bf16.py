@@ -77,7 +77,8 @@ class ScalerWithBf16(ScriptRule):
     reason = (
         "bfloat16 has the range of float32 (3.4e38), so gradients underflow or overflow only where float32 gradients do, and a "
         "scaler does not help. It reads and writes every gradient and synchronizes with the GPU on each step, can still skip "
-        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
+        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'. The same holds for the runs in "
+        "which a setting enables the scaler and not the format of the region."
     )
     bad = (
         SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),

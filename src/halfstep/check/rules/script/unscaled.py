@@ -73,7 +73,8 @@ class Fp16WithoutScaler(TraceRule):
     severity = "error"
     reason = (
         "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
-        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
+        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler. "
+        "A warning where only another value of a setting than the file's own leads there."
     )
     bad = (
         PLAIN_LOOP.format(dtype="float16"),
