@@ -223,3 +223,44 @@ def test_a_cast_of_a_model_that_has_16_bits_anyway_is_silent():
     """Nothing changes in the loop; HS151, HS161 or HS199 reports the first cast."""
     text = IN_LOOP.format(setup="unet = Net().half()", validate="unet.half()")
     assert findings(text, "HS137") == []
+
+
+FOREIGN = """\
+import copy
+import torch
+from factory import make_model, make_optimizer
+def train(cfg, loader):
+    model = make_model(cfg)
+    optimizer = make_optimizer(model, cfg)
+    for epoch in range(cfg.epochs):
+        {start}
+        model.train()
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        ("pass", "model = model.half().float()", [16]),
+        ("pass", "model.half().float()\n        run_eval(model)", [16]),
+        ("pass", "if cfg.low:\n            model.to(torch.bfloat16).to(torch.float32)", [17]),
+        ("pass", "model.half()\n        run_eval(model)\n        model.float()", [16]),
+        # Another optimizer may want these weights; a copy, a new model of each fold and the end change nothing.
+        ("pass", "model.half()", []),
+        ("pass", "best = copy.deepcopy(model).half().float()", []),
+        ("model = make_model(cfg).half().float()", "pass", []),
+        ("pass", "if epoch == cfg.epochs - 1:\n            model = model.half().float()", []),
+        ("pass", "teacher.half().float()", []),
+        ("pass", "model = model.float()", []),
+    ],
+)
+def test_a_model_whose_optimizer_another_file_creates(start, end, expected):
+    """A cast to 16 bits and back shows that the loop trains float32 weights, which it rounds."""
+    assert [f.line for f in findings(FOREIGN.format(start=start, end=end), "HS137")] == expected

@@ -45,6 +45,22 @@ def option(choices="", check="pass", context=CONTEXT, enabled='args.dtype == "fl
         ({"check": 'if args.dtype not in ("float16", "bfloat16"): raise ValueError(args.dtype)'}, []),
         ({"enabled": "dtype == torch.float16"}, []),
         ({"context": 'torch.autocast("cuda", dtype=dtype, enabled=args.dtype in ("float16", "bfloat16"))'}, []),
+        ({"check": 'assert args.dtype in ("float16", "bfloat16")'}, []),
+        ({"check": 'if args.dtype != "float16" and args.dtype != "bfloat16": parser.error("dtype")'}, []),
+        ({"check": 'if not (args.dtype == "float16" or args.dtype == "bfloat16"): raise SystemExit(1)'}, []),
+        ({"check": 'if broken or args.dtype not in ("float16", "bfloat16"): raise SystemExit(1)'}, []),
+        ({"check": 'LOW = ("float16", "bfloat16")\nif args.dtype not in LOW: raise ValueError'}, []),
+        (
+            {
+                "check": 'if args.dtype == "float16": n = 1\nelif args.dtype == "bfloat16": n = 2\nelse: raise ValueError(args.dtype)'
+            },
+            [],
+        ),
+        ({"check": 'if args.dtype == "float16": n = 1\nelif args.dtype == "bfloat16": n = 2\nelse: n = 3'}, [10]),
+        ({"check": 'if broken and args.dtype not in ("float16", "bfloat16"): raise SystemExit(1)'}, [8]),
+        ({"check": 'if args.dtype not in ("float16", "bfloat16"): print("unusual")'}, [8]),
+        ({"check": 'if args.dtype == "float32": n = 1\nelif args.dtype == "bfloat16": raise ValueError'}, [9]),
+        ({"check": "assert args.dtype"}, [8]),
         (
             {
                 "check": 'low = args.dtype in ("float16", "bfloat16")',
@@ -57,6 +73,134 @@ def option(choices="", check="pass", context=CONTEXT, enabled='args.dtype == "fl
 def test_a_value_that_is_neither_of_those_compared(options, expected):
     """`--dtype float32` gives float16 without a loss scale, unless something rejects it or enters no region."""
     assert lines(option(**options), "HS123") == expected
+
+
+FIXED = """\
+import argparse
+from contextlib import nullcontext
+import torch
+{setting}
+{region}
+scaler = {scaler}
+for x in loader:
+    {enter}
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+NAMED = 'dtype = "bfloat16"  # or float16'
+OPTION = "parser = argparse.ArgumentParser()\nparser.add_argument('--dtype'{})\nargs = parser.parse_args()"
+HALF = 'ctx = nullcontext() if device == "cpu" else torch.autocast("cuda", dtype=torch.float16)'
+ENABLED = 'torch.amp.GradScaler("cuda", enabled={})'
+
+
+def fixed(setting=NAMED, region=HALF, enabled='dtype == "float16"', scaler="", enter="with ctx:"):
+    """The lines and severities of HS123."""
+    text = FIXED.format(setting=setting, region=region, scaler=scaler or ENABLED.format(enabled), enter=enter)
+    return [(f.line, f.severity) for f in findings(text, "HS123")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [(6, "error")]),
+        ({"region": "ptdtype = torch.float16\n" + HALF.replace("torch.float16", "ptdtype")}, [(7, "error")]),
+        ({"setting": OPTION.format(", default='bf16'"), "enabled": 'args.dtype == "fp16"'}, [(8, "error")]),
+        (
+            {"setting": OPTION.format(", choices=['bf16', 'fp16']"), "enabled": 'amp and args.dtype == "fp16"'},
+            [(8, "warning")],
+        ),
+        ({"region": 'ctx = torch.autocast("cuda")'}, [(6, "error")]),
+        ({"region": "ctx = torch.cuda.amp.autocast()", "enabled": 'dtype in ["float16", "half"]'}, [(6, "error")]),
+        ({"setting": 'dtype = "float32"', "enabled": 'dtype != "float32"'}, [(6, "error")]),
+        (
+            {"region": "ctx = torch.cuda.amp.autocast()", "enabled": 'dtype in ["float16", "bfloat16"]'},
+            [(6, "warning")],
+        ),
+        (
+            {"setting": NAMED + '\nuse_scaler = dtype == "float16"', "enabled": "use_scaler"},
+            [(7, "error")],
+        ),
+        (
+            {
+                "setting": "class Config:\n    dtype: str = 'bfloat16'\ncfg = Config()",
+                "enabled": 'cfg.dtype == "float16"',
+                "enter": 'with torch.autocast("cuda", dtype=torch.float16, enabled=cfg.amp):',
+            },
+            [(8, "error")],
+        ),
+    ],
+)
+def test_a_region_in_float16_beside_a_setting_that_is_not(changes, expected):
+    """The scaler asks a setting for float16, and the region does not: with the value in the file nothing scales the loss."""
+    assert fixed(**changes) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"setting": 'dtype = "float16"'},
+        {"setting": "from settings import dtype"},
+        {"setting": OPTION.format(""), "enabled": 'args.dtype == "fp16"'},
+        {"setting": OPTION.format(", choices=['fp16']"), "enabled": 'args.dtype == "fp16"'},
+        {"region": HALF.replace("torch.float16", '{"float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]')},
+        {"region": HALF.replace('device == "cpu"', 'dtype != "float16"')},
+        {"region": HALF.replace("torch.float16)", 'torch.float16, enabled=dtype == "float16")')},
+        {"region": 'half = dtype == "float16"\n' + HALF.replace('device == "cpu"', "not half")},
+        {"region": f'if dtype == "float16":\n    {HALF}\nelse:\n    ctx = nullcontext()'},
+        {"setting": NAMED + '\nassert dtype == "float16"'},
+        {"enter": 'if dtype != "float16":\n        continue\n    with ctx:'},
+    ],
+)
+def test_a_region_that_follows_the_setting_of_its_scaler(changes):
+    """The setting decides about the region as well, or may have no other value here."""
+    assert fixed(**changes) == []
+
+
+HELPER = """\
+from contextlib import nullcontext
+import torch
+def setup(config):
+    precision = getattr(config, "precision", "fp32")
+{check}
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+        scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+        return torch.autocast("cuda", dtype=dtype), scaler
+    return nullcontext(), None
+def train(model, config, loader, optimizer):
+    context, scaler = setup(config)
+    for x in loader:
+        with context:
+            loss = model(x)
+        (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        ('    if precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', []),
+        ('    if cpu or precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', []),
+        ('    if precision == "fp32":\n        return nullcontext(), None\n    if True:', []),
+        ('    if precision in ("bf16", "fp16"):', []),
+        ('    if precision == "bf16" or precision == "fp16":', []),
+        ("    if config.device == 'cuda':", [6]),
+        ("    if True:", [6]),
+        ('    if cpu and precision not in ("bf16", "fp16"):\n        return nullcontext(), None\n    if True:', [8]),
+        ('    if precision == "fp8":\n        return nullcontext(), None\n    if True:', [8]),
+    ],
+)
+def test_a_function_that_has_returned_for_other_values(check, expected):
+    """What follows a `return` for every other value, or is in the branch for these, is in one of the two formats."""
+    assert lines(HELPER.format(check=check), "HS123") == expected
 
 
 WITHOUT_CUDA = """\

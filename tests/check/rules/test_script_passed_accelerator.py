@@ -132,3 +132,44 @@ for x, y in loader:
 def test_an_option_that_is_declared_and_never_read(option, steps, is_reported):
     """HS177 also where the script declares the number of steps on the command line and reads it nowhere."""
     assert ("HS177" in reported(DECLARED.format(option=option, steps=steps))) == is_reported
+
+
+PLUGIN = """\
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin as Plugin
+{plugin}
+class Trainer:
+    def __init__(self, cfg, model, optimizer, loader):
+        self.cfg = cfg
+        self.accelerator = accelerator
+        self.model, self.optimizer, self.loader = accelerator.prepare(model, optimizer, loader)
+    def fit(self):
+        print(self.cfg.gradient_accumulation_steps)
+        for x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x, y))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "is_reported"),
+    [
+        ("plugin = DeepSpeedPlugin()\naccelerator = Accelerator(deepspeed_plugin=plugin)", True),
+        ("accelerator = Accelerator(deepspeed_plugin=Plugin(zero_stage=2))", True),
+        ("accelerator = Accelerator(deepspeed_plugin=Plugin(gradient_accumulation_steps=cfg.n))", False),
+        ("accelerator = Accelerator(deepspeed_plugin=Plugin(hf_ds_config='ds.json'))", False),
+        ("accelerator = Accelerator(deepspeed_plugin=Plugin(**options))", False),
+        ("accelerator = Accelerator(deepspeed_plugin=make_plugin())", False),
+        (
+            "plugin = DeepSpeedPlugin()\nplugin.deepspeed_config['gradient_accumulation_steps'] = cfg.n\n"
+            "accelerator = Accelerator(deepspeed_plugin=plugin)",
+            False,
+        ),
+        ("accelerator = Accelerator(deepspeed_plugin=Plugin(), gradient_accumulation_steps=4)", False),
+    ],
+)
+def test_a_plugin_of_deepspeed_without_steps(plugin, is_reported):
+    """HS177 also with a DeepSpeedPlugin that this file creates and gives no number of steps, nor a configuration that may have one."""
+    assert ("HS177" in reported(PLUGIN.format(plugin=plugin))) == is_reported

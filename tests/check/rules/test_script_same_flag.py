@@ -48,6 +48,56 @@ def test_a_constant_enables_the_region_and_the_scaler(scaler, enabled, test, exp
     assert lines(CONSTANT.format(scaler=scaler, enabled=enabled, test=test), "HS123") == expected
 
 
+SET = """\
+import torch
+cuda = torch.cuda.is_available()
+{flags}
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    if {low}:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(model(x), y)
+    else:
+        loss = criterion(model(x), y)
+    if {test}:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "low", "test", "expected"),
+    [
+        (
+            "if cuda:\n    low = True\n    scaled = True\nelse:\n    low = False\n    scaled = False",
+            "low",
+            "scaled",
+            [],
+        ),
+        ("low, scaled = False, False\nif cuda:\n    low, scaled = True, True", "low", "scaled", []),
+        ("low, plain = False, True\nif cuda:\n    low, plain = True, False", "low", "not plain", []),
+        ("kind, scaled = 'fp32', False\nif cuda:\n    kind, scaled = 'fp16', True", "kind == 'fp16'", "scaled", []),
+        # Float16 without the scaler in a branch of its own, or two flags that are set apart.
+        (
+            "if cuda:\n    low = True\n    scaled = True\nelse:\n    low = True\n    scaled = False",
+            "low",
+            "scaled",
+            [22],
+        ),
+        ("low, scaled = False, False\nif cuda:\n    low = True\nif big:\n    scaled = True", "low", "scaled", [21]),
+        ("low, scaled = False, False\nif cuda:\n    low, scaled = True, big", "low", "scaled", [19]),
+    ],
+)
+def test_two_flags_that_the_same_lines_set(flags, low, test, expected):
+    """Where each line that sets one sets the other, only their pairs of values occur."""
+    assert lines(SET.format(flags=flags, low=low, test=test), "HS123") == expected
+
+
 OPTIONAL = """\
 import torch
 def train(context, config, loader):

@@ -114,3 +114,70 @@ def test_options_that_another_condition_or_key_changes(other, enabled, added):
     """Without bfloat16, with the scaler for float16, or with an entry that may be absent or any, nothing is known."""
     text = CHOSEN.format(other=other, enabled=enabled, options=OPTIONS, added=added)
     assert findings(text, "HS120") == []
+
+
+ASKED = """\
+import argparse
+import torch
+TABLE = {{"bf16": torch.bfloat16, "fp16": torch.float16}}
+class Trainer:
+    OWN = {{"bf16": torch.bfloat16, "fp16": torch.float16}}
+    def __init__(self, cfg, model, optimizer):
+        self.cfg, self.model, self.optimizer = cfg, model, optimizer
+        {before}
+        self.scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+
+    def step(self, x, y):
+        with torch.autocast("cuda", {region}):
+            loss = loss_fn(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+OPEN = {"enabled": "cfg.dtype == 'float16'", "region": "dtype=torch.bfloat16"}
+LISTED = "parser = argparse.ArgumentParser(); parser.add_argument('--dtype', choices=[{}])"
+SWITCHED = {"enabled": "cfg.amp.enabled", "region": "dtype=TABLE[self.cfg.amp.dtype]"}
+
+
+def asked(**options):
+    """The lines of HS120."""
+    return [f.line for f in findings(ASKED.format(**{"before": "pass", **options}), "HS120")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPEN,
+        {**OPEN, "enabled": "use_amp and cfg['dtype'] == 'fp16'"},
+        {**OPEN, "region": "dtype=torch.bfloat16, enabled=self.cfg.use_amp"},
+        {**OPEN, "before": LISTED.format("'float16', 'bfloat16'")},
+        {**OPEN, "before": "dtype = 'float16'", "enabled": "dtype == 'float16'"},
+        SWITCHED,
+        {**SWITCHED, "region": "dtype=self.OWN[self.cfg.amp.dtype]"},
+        {**SWITCHED, "region": "dtype=Trainer.OWN.get(self.cfg.amp.dtype), enabled=self.cfg.amp.enabled"},
+        {"enabled": "cfg['amp']['enabled']", "region": "dtype=TABLE[self.cfg['amp']['dtype']]"},
+    ],
+)
+def test_a_scaler_that_a_setting_enables_beside_bfloat16(options):
+    """The setting for the scaler asks for float16, or for mixed precision as a whole, and the region is or may be in bfloat16."""
+    assert len(asked(**options)) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**OPEN, "region": "dtype=TABLE[self.cfg.dtype]"},
+        {**OPEN, "region": "dtype=torch.bfloat16, enabled=self.cfg.dtype == 'bfloat16'"},
+        {**OPEN, "region": "dtype=torch.float16"},
+        {**OPEN, "before": LISTED.format("'float32', 'bfloat16'")},
+        {**OPEN, "before": "if cfg.dtype == 'float16': raise ValueError"},
+        {**OPEN, "before": "dtype = 'bfloat16'", "enabled": "dtype == 'float16'"},
+        {**OPEN, "enabled": "cfg.dtype != 'bfloat16' and cfg.other"},
+        {**SWITCHED, "enabled": "cfg.amp.scaler"},
+        {**SWITCHED, "enabled": "cfg.amp.enabled and cfg.amp.dtype == 'fp16'"},
+    ],
+)
+def test_a_scaler_whose_setting_the_region_follows(options):
+    """The region has the dtype that the scaler asks for, or the scaler has a switch of its own."""
+    assert asked(**options) == []

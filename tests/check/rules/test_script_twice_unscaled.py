@@ -141,3 +141,72 @@ BOTH = "opt_a, opt_b"
 def test_the_step_of_one_optimizer_forgets_that_the_other_is_unscaled(options, prepared, between, expected):
     """`accelerator.clip_grad_norm_` unscales both, the first step updates the scaler, and the second one unscales again."""
     assert reported(TWO.format(options=options, prepared=prepared, between=between), "HS105") == expected
+
+
+LOOPED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision={precision})
+{made}
+model, other, optimizer, loader = accelerator.prepare(model, other, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    accelerator.backward(loss_fn(model(other(x)), y))
+    {loop}
+        {clip}
+    optimizer.step()
+"""
+GROUPS = "for group in optimizer.param_groups:"
+CLIP_GROUP = "accelerator.clip_grad_norm_(group['params'], group['clip'])"
+CLIP_PART = "accelerator.clip_grad_norm_(part.parameters(), 1.0)"
+TWO_GROUPS = "optimizer = torch.optim.AdamW([{'params': model.parameters()}, {'params': other.parameters()}])"
+
+
+@pytest.mark.parametrize(
+    ("made", "loop", "clip", "expected"),
+    [
+        (TWO_GROUPS, GROUPS, CLIP_GROUP, "error"),
+        ("optimizer = torch.optim.AdamW(make_groups(model))", GROUPS, CLIP_GROUP, "warning"),
+        ("groups = [{'params': a}, {'params': b}]\noptimizer = torch.optim.AdamW(groups)", GROUPS, CLIP_GROUP, "error"),
+        (
+            "optimizer = make_optimizer(model)",
+            "for i, group in enumerate(optimizer.param_groups):",
+            CLIP_GROUP,
+            "warning",
+        ),
+        (TWO_GROUPS, "for part in (model, other):", CLIP_PART, "error"),
+        (TWO_GROUPS, "for part in parts:", CLIP_PART, "warning"),
+        (TWO_GROUPS, "for part in (model, other):", "accelerator.unscale_gradients(); clip(part)", "error"),
+        (TWO_GROUPS, "for p in model.parameters():", "accelerator.clip_grad_value_(p, 1.0)", "error"),
+        (TWO_GROUPS, "for part in (model, other):", "if accelerator.sync_gradients: " + CLIP_PART, "error"),
+    ],
+)
+def test_each_pass_of_a_loop_unscales(made, loop, clip, expected):
+    """Clipping in parts calls the Accelerator once per part, and each call unscales all optimizers."""
+    text = LOOPED.format(precision='"fp16"', made=made, loop=loop, clip=clip)
+    assert [f.severity for f in findings(text, "HS105")] == [expected]
+    assert findings(text.replace('"fp16"', '"bf16"'), "HS105") == []
+    assert [f.severity for f in findings(text.replace('"fp16"', "args.fp"), "HS105")] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("made", "loop", "clip"),
+    [
+        ("optimizer = torch.optim.AdamW(model.parameters())", GROUPS, CLIP_GROUP),
+        ("optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])", GROUPS, CLIP_GROUP),
+        (TWO_GROUPS, "for part in (model,):", CLIP_PART),
+        (TWO_GROUPS, GROUPS, "torch.nn.utils.clip_grad_norm_(group['params'], 1.0)"),
+        (TWO_GROUPS, "if ready:", "accelerator.clip_grad_norm_(model.parameters(), 1.0)"),
+        (TWO_GROUPS, "for part in parts:", "if part is model: " + CLIP_PART),
+        (TWO_GROUPS, "for part in (one, two):", "accelerator.unscale_gradients(part)"),
+        (TWO_GROUPS, "for part in parts:", CLIP_PART + "\n        break"),
+        (
+            TWO_GROUPS,
+            "for part in parts:",
+            "accelerator.backward(part(x))\n        " + CLIP_PART + "\n        optimizer.step()",
+        ),
+    ],
+)
+def test_one_clipping_per_step_is_right(made, loop, clip):
+    """One pass, torch's own function, or a step in each pass unscales once."""
+    assert findings(LOOPED.format(precision='"fp16"', made=made, loop=loop, clip=clip), "HS105") == []

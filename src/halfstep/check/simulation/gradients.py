@@ -43,6 +43,19 @@ class _Backward:
     number: int
 
 
+def _shares_all(other: Optimizer, optimizer: Optimizer) -> bool:
+    """Whether two optimizers have the same parameters: each was created from all those of one model."""
+    is_same = other is not optimizer and bool(other.models) and other.models == optimizer.models
+    return is_same and all(_takes_all(each.node) for each in (other, optimizer))
+
+
+def _takes_all(node: ast.AST | None) -> bool:
+    """Whether an optimizer is created with `model.parameters()`."""
+    params = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    func = params.func if isinstance(params, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr == "parameters"
+
+
 class Gradients:
     """The gradients of one run."""
 
@@ -77,8 +90,9 @@ class Gradients:
         self, models: frozenset[str] | None, optimizer: Optimizer | None = None, node: ast.AST | None = None
     ) -> None:
         """Gradients of an optimizer, of models, or of unknown parameters are cleared."""
-        for each in self.optimizers if optimizer is None else [optimizer]:
-            if optimizer is not None or self._is_alone(each) or self._has(each, models):
+        same = [optimizer, *(o for o in self.optimizers if _shares_all(o, optimizer))] if optimizer is not None else []
+        for each in same or self.optimizers:
+            if each in same or self._is_alone(each) or self._has(each, models):
                 self._note_waste(each, node)
                 each.cleared, each.is_sure, each.clipped = len(self.backwards), True, None
             elif each.models is None or models is None:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
-from halfstep.check.simulation.paths import Exhausted, Search
+from halfstep.check.simulation.paths import Exhausted, Path, Search
+from halfstep.check.simulation.records import Records
 from halfstep.check.simulation.relevance import Relevance
 from halfstep.check.simulation.simulation import Simulation
 from halfstep.check.simulation.statements import Left
@@ -29,6 +30,7 @@ MAX_STEPS = 150_000  # statements and expressions of all runs of a script, about
 MAX_ROOT_STEPS = 75_000
 NUM_CALLS = 3  # of a method that a run of another file calls again and again
 _OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
+_OF_FORMATS = {"HS120", "HS123"}  # whether a format and a scaler fit
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINES = (
     *_FUNCTIONS,
@@ -49,7 +51,7 @@ def trains(text: str) -> bool:
 
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
-    relevance, targets = Relevance(tree), _targets(tree)
+    relevance, targets, records = Relevance(tree), _targets(tree), Records(tree)
     reported: set[ast.AST] = set()
     left = MAX_STEPS
     entered: set[ast.AST] = set()
@@ -57,11 +59,19 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
         if root in entered:
             continue
         search = Search(min(left, MAX_ROOT_STEPS))
+        in_root: list[Mishap] = []
+        runs: list[tuple[Path, set[ast.AST]]] = []
         for path in search.paths():
-            for mishap in _mishaps_of(Simulation(relevance, table, targets, path, entered), tree, root):
+            in_run = _mishaps_of(Simulation(relevance, table, targets, path, entered), tree, root)
+            runs.append((path, {mishap.node for mishap in in_run}))
+            for mishap in in_run:
                 if mishap.node not in reported:  # what follows from it in other runs is no mistake of its own
                     reported.add(mishap.node)
-                    yield mishap
+                    in_root.append(mishap)
+        for mishap in in_root:
+            answers = [(path.answers, mishap.node in nodes) for path, nodes in runs]
+            if mishap.code not in _OF_FORMATS or not records.combine(answers):
+                yield mishap
         left -= min(left, MAX_ROOT_STEPS) - max(search.steps, 0)
 
 

@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -51,10 +51,11 @@ _STEPS = regex(
 _PLUGINS = {
     "gradient_accumulation_steps",
     "gradient_accumulation_plugin",
-    "deepspeed_plugin",
     "deepspeed_plugins",
     None,
 }
+# What a DeepSpeedPlugin takes the number of steps from.
+_COUNTED = {"gradient_accumulation_steps", "hf_ds_config", None}
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
 
@@ -68,7 +69,8 @@ class AccumulationNotPassed(ScriptRule):
     reason = (
         "`accelerator.accumulate` counts to the number that `Accelerator(gradient_accumulation_steps=...)` was created with, which is 1. "
         "A setting of the script that is not passed there has no effect: the optimizer steps on every micro-batch, with a batch smaller "
-        "than the one that the learning rate was chosen for. Only the launcher could still set it."
+        "than the one that the learning rate was chosen for. Only the launcher could still set it, and "
+        "with a DeepSpeedPlugin that has no number of its own, the DeepSpeed configuration."
     )
     bad = (_SETTING.format(steps=""),)
     good = (
@@ -89,17 +91,39 @@ class AccumulationNotPassed(ScriptRule):
         if len(created) != 1 or not any(e is not None and e.is_created for e in engines):
             return
         call = created[0].call
-        if call.args or _PLUGINS & {k.arg for k in call.keywords}:
+        if call.args or _PLUGINS & {k.arg for k in call.keywords} or not _is_plain_plugin(script, *created[0]):
             return
         if any(key.endswith(".gradient_accumulation_steps") for key in _stored(script)):
             return
         setting = _own_setting(script)
         if setting:
+            launcher = (
+                "launcher or its DeepSpeed configuration"
+                if call.keywords and "deepspeed_plugin" in text_of(call)
+                else "launcher"
+            )
             yield self.finding(
                 script.where(call),
-                f"`accumulate` uses the Accelerator's number of steps, 1 unless the launcher sets it: `{setting}` has no effect on it",
+                f"`accumulate` uses the Accelerator's number of steps, 1 unless the {launcher} sets it: `{setting}` has no effect on it",
                 instead=f"Accelerator(..., gradient_accumulation_steps={setting})",
             )
+
+
+def _is_plain_plugin(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether an Accelerator has no DeepSpeed plugin, or one that this file creates and gives neither steps nor a configuration."""
+    plugin = argument(call, None, "deepspeed_plugin")
+    if plugin is None:
+        return True
+    values = script.outline.values(key_of(plugin), function) if key_of(plugin) else [plugin]
+    made = values[0] if len(values) == 1 else None
+    if not isinstance(made, ast.Call) or made.args or _COUNTED & {k.arg for k in made.keywords}:
+        return False
+    name = script.outline.names.full(made.func)
+    return (
+        name.startswith("accelerate.")
+        and name.endswith(".DeepSpeedPlugin")
+        and "deepspeed_config" not in script.source.text
+    )
 
 
 def _stored(script: Script) -> Iterator[str]:

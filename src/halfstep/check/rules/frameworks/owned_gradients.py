@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding, Severity
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import compatible
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
@@ -87,6 +88,9 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+_OF_FSDP = regex(r"fsdp|fullysharded")
 
 
 class ClipBehindFramework(TraceRule):
@@ -221,6 +225,10 @@ class ClipBehindFramework(TraceRule):
         if any(not script.outline.names.full(site.call.func) for site in sites):
             return None  # of the wrapped model, in another branch
         wraps = [e for e in trace[:index] if e.kind == "wrap_fsdp" and compatible(e, event)]
+        if key_of(func.value).startswith("self."):  # wrapped by another method, such as __init__
+            own = (e for e in script.events("wrap_fsdp") if e.function.cls == event.function.cls)
+            wraps += [e for e in own if compatible(e, event) and not _is_unsharded(event)]
+        wraps = [e for e in wraps if "NO_SHARD" not in text_of(e.node)]
         makers = {e.function for e in wraps}
         for value in script.outline.values(key_of(func.value), event.function):
             target = script.outline.call_target(value, event.function) if isinstance(value, ast.Call) else None
@@ -248,6 +256,12 @@ class ClipBehindFramework(TraceRule):
             instead="clip in `on_before_optimizer_step`",
             severity="error" if precision == "fp16" else None,
         )
+
+
+def _is_unsharded(event: Event) -> bool:
+    """Whether an event is in the branch for a model that FSDP has not wrapped: `if not isinstance(self.model, FSDP):`."""
+    texts = [g.text if g.is_true else f"not {g.text}" for g in event.guards]
+    return any(_OF_FSDP.search(text.lower()) and text.startswith("not ") for text in texts)
 
 
 RULES: tuple[type[Rule], ...] = (ClipBehindFramework,)

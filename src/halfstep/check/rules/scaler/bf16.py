@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
@@ -17,7 +17,6 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
 from halfstep.check.script.objects.values import (
-    DTYPES,
     UNKNOWN,
     Autocast,
     Scaler,
@@ -26,15 +25,19 @@ from halfstep.check.script.objects.values import (
     dtypes_of,
     text_of,
 )
+from halfstep.check.script.scaling.bf16_regions import (
+    arm_with_bf16,
+    is_documented,
+    is_low_with,
+    names_bf16,
+    only_switch,
+)
 from halfstep.check.script.scaling.device_tests import (
-    Test,
     is_always_on_cuda,
     is_without_cuda,
-    parts_of,
-    tests_of,
-    tests_of_guards,
 )
 from halfstep.check.script.scaling.elsewhere import bfloat16_by_default, enters_bfloat16
+from halfstep.check.script.scaling.other_values import enabled_by_value
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -49,10 +52,11 @@ _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
 # Engines have a scaler of their own.
 _OF_DEVICE = regex(r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE)
-_SWITCH = regex(r"(^|[._])(use_|with_|enable_)?(amp|mixed_precision|autocast)(_enabled)?$")
+_SWITCH = regex(
+    r"(^|[._'\"])(use_|with_|enable_)?(amp|mixed_precision|autocast)(_enabled|(['\"]\])?(\.enabled|\[['\"]enabled['\"]\]))?$"
+)
 _ONLY_BF16 = regex(r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
-_FLOAT16 = regex(r"(?<!b)(float16|fp16)")
 # `dtype in ("float16", "bfloat16")`
 _BOTH_FORMATS = regex(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
 _NEGATED = regex(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
@@ -73,7 +77,8 @@ class ScalerWithBf16(ScriptRule):
     reason = (
         "bfloat16 has the range of float32 (3.4e38), so gradients underflow or overflow only where float32 gradients do, and a "
         "scaler does not help. It reads and writes every gradient and synchronizes with the GPU on each step, can still skip "
-        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
+        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'. The same holds for the runs in "
+        "which a setting enables the scaler and not the format of the region."
     )
     bad = (
         SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
@@ -120,7 +125,7 @@ class ScalerWithBf16(ScriptRule):
         for scaler, region in self._idle_when_bf16(script):
             if scaler.key not in reported:
                 reported.add(scaler.key)
-                dtype = _arm_with_bf16(script, region)
+                dtype = arm_with_bf16(script, region)
                 yield self.finding(
                     script.where(scaler.node),
                     f"when `{dtype}` ({script.at(region.node)}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
@@ -142,6 +147,15 @@ class ScalerWithBf16(ScriptRule):
                     f"`{setting[0]}` is bfloat16 by default ({script.at(setting[1])}), and the scaler is enabled whatever it is: in bfloat16 "
                     "it only costs time and skips steps",
                     instead=f"create it where {setting[0]} is float16",
+                )
+        for scaler in script.scalers:
+            value = enabled_by_value(script, scaler) if scaler.key not in reported else None
+            if value is not None and scaler.key.rsplit(".", 1)[-1] in self._stepped_in_bf16(script):
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"with `{value[0]}` '{value[1]}' the scaler is enabled, but autocast computes in bfloat16 whatever it is: the scaler only "
+                    "costs time and skips steps",
+                    instead=f"take the dtype of autocast from `{value[0]}`, or remove the scaler",
                 )
         yield from self._passed_in(script)
 
@@ -172,7 +186,7 @@ class ScalerWithBf16(ScriptRule):
         for scaler in script.scalers:
             creation = _creation(script, scaler)
             is_always = scaler.enabled == "yes" and creation is not None and not any(map(is_amp, creation.guards))
-            is_low = is_always or all(_is_low_with(script, region, scaler) for region in regions)
+            is_low = is_always or all(is_low_with(script, region, scaler) for region in regions)
             if is_low and scaler.key.rsplit(".", 1)[-1] in stepped:
                 yield scaler
 
@@ -184,7 +198,7 @@ class ScalerWithBf16(ScriptRule):
         either = [
             a
             for a in chosen
-            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or _is_documented(a)
+            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or is_documented(a)
         ]
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
         if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
@@ -221,18 +235,21 @@ class ScalerWithBf16(ScriptRule):
         if owned and not script.autocasts:
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
         else:
-            stepped = {
-                last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))
-            }
+            stepped = cls._stepped_in_bf16(script)
         for scaler in script.scalers:
             creation = _creation(script, scaler)
             flags = (
                 {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
             )
             # A flag that names a number format may be set for float16 only, unless it enables the one region.
-            others = [f for f in flags if not _is_bf16(f) and f != _only_switch(script)]
+            others = [f for f in flags if not _is_bf16(f) and f != only_switch(script)]
             if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
                 yield scaler
+
+    @classmethod
+    def _stepped_in_bf16(cls, script: Script) -> set[str]:
+        """The scalers of a loss from a bfloat16 region."""
+        return {last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))}
 
     @staticmethod
     def _in_bf16(script: Script, trace: Trace, index: int) -> str:
@@ -240,7 +257,7 @@ class ScalerWithBf16(ScriptRule):
         event = trace[index]
         if event.kind != "scaler_step" and not (event.kind == "backward" and event.scaled == "yes"):
             return ""
-        switch = _only_switch(script)
+        switch = only_switch(script)
         others = [(text, is_true) for text, is_true in event.guards if not (is_true and text == switch)]
         if any(_FORMAT.search(text) and not (is_true and _is_bf16(text)) for text, is_true in others):
             return ""
@@ -262,46 +279,16 @@ class ScalerWithBf16(ScriptRule):
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
 
 
-def _is_low_with(script: Script, region: Autocast, scaler: Scaler) -> bool:
-    """Whether the flag of a scaler is what chooses bfloat16, not float32, for a region; elsewhere than on a device it may be off."""
-    outline, node = script.outline, region.dtype_node
-    if node is None:
-        return False
-    choices = outline.values(key_of(node), region.function) if key_of(node) else [node]
-    wanted = _switches(tests_of(script, scaler))
-    asked = []
-    for choice in choices:
-        if isinstance(choice, ast.IfExp):
-            is_body = _names_bf16(script, choice.body)
-            asked.append(_switches(parts_of(script, choice.test, region.function, is_true=is_body)))
-        elif _names_bf16(script, choice):
-            asked.append(_switches(tests_of_guards(script, conditions_of(outline, choice), region.function)))
-    rest = {text for tests in asked for text, _ in tests - wanted}
-    return bool(asked) and all(tests & wanted for tests in asked) and all(map(_ON_CUDA.search, rest))
-
-
-def _switches(tests: Iterable[Test]) -> set[tuple[str, bool]]:
-    return {(text_of(test), is_true) for test, is_true in tests}
-
-
-def _only_switch(script: Script) -> str:
-    """The flag that enables every region of a file, all with bfloat16 written out: whatever it is called, it means bfloat16."""
-    regions = [a for a in script.autocasts if a.enabled != "no"]
-    flags = {a.enabled for a in regions}
-    is_literal = all(a.dtype_node is not None and _names_bf16(script, a.dtype_node) for a in regions)
-    return flags.pop() if len(flags) == 1 and is_literal else ""
-
-
 def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
     """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
     outline, node, function = script.outline, region.dtype_node, region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
-    low = [v for v in values if not isinstance(v, ast.IfExp) and _names_bf16(script, v)]
+    low = [v for v in values if not isinstance(v, ast.IfExp) and names_bf16(script, v)]
     if low and all(is_without_cuda(script, v, function) for v in low):
         # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
         return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
-    tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and _names_bf16(script, v.orelse)}
-    if not tests or not all(isinstance(v, ast.IfExp) and not _names_bf16(script, v.body) for v in values):
+    tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and names_bf16(script, v.orelse)}
+    if not tests or not all(isinstance(v, ast.IfExp) and not names_bf16(script, v.body) for v in values):
         return False
     device = constant(argument(scaler.node, 0, "device"))
     is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
@@ -313,30 +300,6 @@ def _texts(script: Script, flag: str, function: Function) -> set[str]:
     """A flag, and the expressions that it is assigned: those of `amp` for `self.amp` after `self.amp = amp`."""
     values = script.outline.values(flag, function) if flag.replace(".", "").isidentifier() else []
     return {flag, *(text_of(value) for value in values if constant(value) is ...)}
-
-
-def _arm_with_bf16(script: Script, region: Autocast) -> str:
-    """The dtype of a region as written; of `dtype if amp else torch.float32`, the arm that may be bfloat16."""
-    node = region.dtype_node
-    while isinstance(node, ast.IfExp) and not (_names_bf16(script, node.body) or _names_bf16(script, node.orelse)):
-        is_body = "bfloat16" in dtypes_of(script.outline, node.body, region.function)
-        node = node.body if is_body else node.orelse
-    return text_of(node)
-
-
-def _is_documented(region: Autocast) -> bool:
-    """Whether the dtype of a region is a parameter that other files pass, for which its docstring lists bfloat16 and float16."""
-    function, name = region.function, key_of(region.dtype_node) if region.dtype_node is not None else ""
-    if name not in function.params or UNKNOWN not in region.dtypes:
-        return False
-    node = function.node
-    text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-    lines = re.findall(rf"^[\s*:`]*(?:param )?{name}\b.*$", text or "", re.MULTILINE)
-    return any(_BF16.search(line) and _FLOAT16.search(line) for line in lines)
-
-
-def _names_bf16(script: Script, value: ast.expr) -> bool:
-    return DTYPES.get(script.outline.names.full(value)) == "bfloat16"
 
 
 def _low_dtype(script: Script, scaler: Scaler) -> str:

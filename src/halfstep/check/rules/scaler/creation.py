@@ -19,12 +19,24 @@ from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.unread import is_hidden
 
 __all__ = ["RULES"]
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+_OWN_SCALER = """\
+def train(model, loader, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
 _RUN = regex(r"(^|_)(fold|seed|trial|run|split|repeat|experiment)s?($|_)", re.IGNORECASE)  # names of loop variables
 _ONE_STEP = regex(
     r"^_*(train|training|optimi[sz]ation|optimi[sz]e|update)_?(one_?|single_?)?(step|batch|iteration|iter)$",
@@ -182,7 +194,8 @@ class ScalerUnused(ScriptRule):
     severity = "warning"
     reason = (
         "A GradScaler has no effect by itself: float16 gradients below 6e-8 still underflow to zero. It has to scale the loss, step "
-        "the optimizer and be updated."
+        "the optimizer and be updated. A scaler whose name the training function binds to one of its own is left over: what is "
+        "set on it, or restored into it, changes nothing."
     )
     bad = (
         PLAIN_LOOP.format(dtype="bfloat16").replace(
@@ -190,8 +203,9 @@ class ScalerUnused(ScriptRule):
         ),
         "import torch\nfrom torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nfor x in loader:\n"
         "    with autocast(dtype=torch.bfloat16):\n        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\n" + _OWN_SCALER,
     )
-    good = (PLAIN_LOOP.format(dtype="bfloat16"), _RIGHT)
+    good = (PLAIN_LOOP.format(dtype="bfloat16"), _RIGHT, "import torch\n" + _OWN_SCALER)
     references = (f"{_AMP}#gradient-scaling",)
 
     def check(self, script: Script) -> Iterator[Finding]:
@@ -199,7 +213,17 @@ class ScalerUnused(ScriptRule):
         active = {e.scaler.rsplit(".", 1)[-1] for e in script.events(*_USES) if not _is_prepared(e.node)}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
-            if not scaler.key or "[" in last or last in active:
+            if not scaler.key or "[" in last:
+                continue
+            if last in active:
+                own = _hides(script, scaler)
+                if own is not None:
+                    yield self.finding(
+                        script.where(scaler.node),
+                        f"`{scaler.key}` is never used: `{own.function.name}` creates a scaler of its own ({script.at(own.node)})",
+                        instead="remove one of them",
+                        severity="advice",
+                    )
                 continue
             uses = list(_uses(script, last)) if script.outline.loads[last] else []
             saved = [use for use in uses if _is_state(script, use)]
@@ -239,6 +263,18 @@ class ScalerUnused(ScriptRule):
                 instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
                 "or remove it if autocast runs in bfloat16",
             )
+
+
+def _hides(script: Script, scaler: Scaler) -> Scaler | None:
+    """The scaler of another function under the same name, where every function that reads the name has one of its own."""
+    others = [s for s in script.scalers if s.key == scaler.key and s.function is not scaler.function]
+    inside = [s for s in others if not isinstance(s.function.node, ast.Module)]
+    statement = script.statement(scaler.node)
+    if not inside or "." in scaler.key or not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return None
+    if isinstance(script.outline.parents.get(statement), ast.ClassDef):
+        return None  # read as an attribute
+    return inside[0] if is_hidden(script.outline, scaler.key, scaler.function, script.tree) else None
 
 
 def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:

@@ -9,12 +9,23 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, only_settings, rebound_between, switched_off
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    earlier,
+    is_amp,
+    loops_around,
+    only_settings,
+    rebound_between,
+    switched_off,
+)
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import updated_since
+from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.engines import engine_at, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.owners import have_same
 from halfstep.check.script.objects.values import argument, text_of
+from halfstep.check.script.scaling.passes import number_of_passes
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import is_one, key_of, last_name
 
@@ -22,6 +33,8 @@ __all__ = ["RULES"]
 
 _PARTS = regex(r"\._?(\w+_)?(optim\w*|opts?)$")  # attributes with the optimizers that another one combines
 _OWNED = ("owned_clip", "owned_unscale")  # by a framework
+_RENEW = {"owned_backward", "backward", "opt_step", "update", "handed", "zero_grad"}
+_WORD = regex(r"\w+")
 _START = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")
@@ -78,11 +91,12 @@ class DoubleUnscale(TraceRule):
     reason = (
         "`unscale_` divides the gradients in place and may run once per `update()`. A second call, or a call after `step`, "
         "raises RuntimeError: unscale_() has already been called on this optimizer since the last update(). In fp16 every "
-        "`accelerator.clip_grad_norm_` unscales the gradients of all prepared optimizers, so a second one before the step raises too, "
-        "and so does one after `accelerator.unscale_gradients()`. After `accelerator.scaler.unscale_(optimizer)` nothing raises, because "
+        "`accelerator.clip_grad_norm_` unscales the gradients of all prepared optimizers, so a second one before the step raises too, as "
+        "in the second pass of a loop over groups or models, and so does one after `accelerator.unscale_gradients()`. After `accelerator.scaler.unscale_(optimizer)` nothing raises, because "
         "the scaler does not know the prepared optimizer: the gradients are divided by the scale twice. Each step of a prepared optimizer "
         "updates the scaler, so the step of the next one unscales again what the clipping has unscaled, and nothing raises either. The "
-        "scaler knows optimizers by identity: after `unscale_(combined.optimizers[0])` the step of `combined` unscales as well."
+        "scaler knows optimizers by identity: after `unscale_(combined.optimizers[0])` the step of `combined` unscales as well, and of two "
+        "optimizers made from the same parameters the second step divides the gradients again."
     )
     bad = (
         _START.format(divide="")
@@ -95,6 +109,9 @@ class DoubleUnscale(TraceRule):
             "    accelerator.clip", "    accelerator.scaler.unscale_(optimizer)\n    accelerator.clip"
         ),
         TWO_OPTIMIZERS_CLIPPED.format(again=""),
+        _CLIPPED.format(parts="part.parameters(), 1.0").replace(
+            "    accelerator.clip", "    for part in (unet, text_encoder):\n        accelerator.clip"
+        ),
     )
     good = (
         _START.format(divide="")
@@ -121,6 +138,8 @@ class DoubleUnscale(TraceRule):
             return again
         if event.kind == "opt_step":
             return None
+        if event.kind in _OWNED and (finding := self._in_each_pass(script, trace, index)) is not None:
+            return finding
         if (finding := self._by_accelerator(script, trace, index)) is not None or event.kind in _OWNED:
             return finding
         if not is_one(event.optimizer):
@@ -149,9 +168,61 @@ class DoubleUnscale(TraceRule):
                 )
         return None
 
+    def _in_each_pass(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An Accelerator's clipping in a loop over groups or models between backward and step: its second pass unscales again."""
+        event, loops = trace[index], loops_around(script, trace[index])
+        loop = loops[-1] if loops and len(loops) == len(event.loops) else None
+        engine = scaling_accelerator(script) if isinstance(loop, ast.For) else None
+        if engine is None or not isinstance(loop, ast.For) or last_name(_owner(event)) != engine.name:
+            return None
+        inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
+        targets = targets_of(loop)
+        tested = {word for guard in event.guards for word in _WORD.findall(guard.text)}
+        values = arguments_of(event.node) if isinstance(event.node, ast.Call) else []
+        names = {n.id for value in values for n in ast.walk(value) if isinstance(n, ast.Name)}
+        is_passed = not values if event.kind == "owned_unscale" else bool(names & targets)  # all of them, or by parts
+        leaves = any(isinstance(n, (ast.Break, ast.Return)) for n in ast.walk(loop))
+        num = number_of_passes(script, loop.iter, event.function) if is_passed and not targets & tested else 1
+        if num == 1 or leaves or any(e.kind in _RENEW for e in inside):
+            return None
+        when = ("" if num else "with more than one pass, ") + ("" if engine.precision == "fp16" else "in fp16 ")
+        return self.finding(
+            script.where(event.node),
+            f"each pass of the loop at {script.at(loop)} unscales the gradients of every optimizer: {when}the second raises RuntimeError",
+            instead=f"{engine.key}.unscale_gradients() before the loop, and torch's clip_grad_norm_ in it",
+            severity=None if num and engine.precision == "fp16" else "warning",
+        )
+
+    def _of_shared(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a step of an optimizer with the same parameters as the one whose gradients were divided before it."""
+        event = trace[index]
+        ends = ("update", "backward", "owned_backward", "zero_grad", "handed")
+        for i in earlier(trace, index, "unscale", "scaler_step", *ends):
+            before = trace[i]
+            if before.kind in ends or before.loops != event.loops or before.scaler != event.scaler:
+                return None
+            if before.optimizer == event.optimizer:
+                if before.kind == "unscale":
+                    continue
+                return None
+            if not have_same(script, before, event):
+                continue
+            if switched_off(script, event) or not only_settings(script, before, event):
+                return None
+            own, other = event.local.optimizer, before.local.optimizer
+            return self.finding(
+                script.where(event.node),
+                f"`{own}` has the same parameters as `{other}`, whose gradients are divided by the scale at {script.at(before.node)}: "
+                "this divides them again",
+                instead=f"one optimizer for these parameters, or a backward before each step and zero_grad() after `{other}`'s",
+            )
+        return None
+
     def _of_wrapped(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a step of an optimizer that contains those whose gradients were unscaled, or is in one of them."""
         event, own = trace[index], trace[index].local.optimizer
+        if (shared := self._of_shared(script, trace, index)) is not None:
+            return shared
         for i in earlier(trace, index, "unscale", "scaler_step", "update"):
             before = trace[i]
             if before.kind != "unscale":

@@ -28,6 +28,7 @@ from halfstep.check.script.flow.window import length_of, targets_of
 from halfstep.check.script.objects.engines import engine_at, prepared_for
 from halfstep.check.script.objects.owners import optimized_models, share
 from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.scaling.passes import number_of_passes
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -44,6 +45,18 @@ for i, (x, y) in enumerate(loader):
         loss = loss_fn(model(x), y)
     scaler.scale(loss).backward()
 """
+_PAIRS = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    for model, optimizer in zip(models, optimizers):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean() / 4
+        scaler.scale(loss).backward()
+        if (i + 1) % 4 == 0:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+{inside}{after}"""
 _FABRIC = """\
 import lightning as L
 
@@ -58,6 +71,7 @@ for x in loader:
 {after}    opt_d.step()
 """
 
+_WORD = regex(r"\w+")
 _ENDS = {"detach", "item", "data"}  # no gradient passes these
 _NO_GRADIENTS = regex(r"no_grad|inference_mode|set_grad_enabled")
 # What may keep the gradients of one model's loss out of another model.
@@ -73,7 +87,8 @@ class UpdateBeforeStep(TraceRule):
     reason = (
         "`step` divides by the current scale. After an `update()` that may differ from the scale the loss was multiplied by, so "
         "gradients are off by a factor of two. With one optimizer, `update()` before `step()` raises because no inf check was "
-        "recorded. Call `update()` once, after all steps."
+        "recorded. Call `update()` once, after all steps. That holds for a loop over models with their optimizers, too, if gradients "
+        "accumulate over several batches: the update for the first model comes between the backwards of the others."
     )
     bad = (
         _START + "    scaler.update()\n    scaler.step(optimizer)\n",
@@ -82,10 +97,12 @@ class UpdateBeforeStep(TraceRule):
         _FABRIC.format(precision="16-mixed", between="", after="    opt_g.step()\n"),
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
         "    for optimizer in optimizers:\n        scaler.step(optimizer)\n        scaler.update()\n",
+        _PAIRS.format(inside="            scaler.update()\n", after=""),
     )
     good = (
         _START + "    scaler.step(optimizer)\n    scaler.update()\n",
         TWO_OPTIMIZERS,
+        _PAIRS.format(inside="", after="    if (i + 1) % 4 == 0:\n        scaler.update()\n"),
         _FABRIC.format(precision="16-mixed", between="    opt_g.step()\n", after=""),
         _FABRIC.format(precision="bf16-mixed", between="", after="    opt_g.step()\n"),
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_d).backward()\n"
@@ -109,6 +126,8 @@ class UpdateBeforeStep(TraceRule):
                 "by a different scale than the loss was multiplied by",
                 instead=f"call {event.local.scaler}.update() once, after that loop",
             )
+        if (paired := self._loop_over_pairs(script, trace, index)) is not None:
+            return paired
         following = next(
             later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
         )
@@ -224,6 +243,33 @@ class UpdateBeforeStep(TraceRule):
             f"the step of `{previous.local.optimizer}` ({script.at(previous.node)}) updates the one scale of `{engine.key}`: "
             f"`{event.local.optimizer}` divides its gradients by a different scale than the loss was multiplied by",
             instead="compute the gradients of each optimizer after the step of the other, or use bf16",
+        )
+
+    def _loop_over_pairs(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for an update in a loop over models with their optimizers, all of which accumulate with this scale."""
+        event, loops = trace[index], loops_around(script, trace[index])
+        if len(loops) < 2 or len(loops) != len(event.loops) or not isinstance(loops[-1], ast.For) or without_amp(event):
+            return None
+        targets = targets_of(loops[-1])
+        inside = [e for e in trace if e.loops == event.loops and compatible(e, event)]
+        steps = [e for e in inside if e.kind == "scaler_step" and set(_WORD.findall(e.local.optimizer)) & targets]
+        backs = [e for e in inside if e.kind == "backward" and e.scaled == "yes" and e.scaler == event.scaler]
+        if not steps or not backs or any(e.scaler != event.scaler for e in steps):
+            return None
+        window = next(
+            (g for g in event.accumulating if length_of(script, g) and all(g in e.guards for e in steps)), None
+        )
+        cleared = [e for e in inside if e.kind in {"zero_grad", "handed"} and not e.accumulating]
+        tested = set(_WORD.findall(f"{window.text if window else ''} {event.local.scaler}")) & targets
+        if window is None or tested or cleared or any(window in e.guards for e in backs):
+            return None
+        if number_of_passes(script, loops[-1].iter, event.function) == 1:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}.update()` runs in each pass of the loop at {script.at(loops[-1])}: what the next pass steps on was accumulated "
+            "with the scale before this update",
+            instead=f"call {event.local.scaler}.update() once, after that loop, or use a scaler for each optimizer",
         )
 
     @staticmethod

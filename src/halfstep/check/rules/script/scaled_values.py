@@ -15,7 +15,7 @@ from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.gradients import measured_when, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.gradients import measured_when, skipped_unscale, unscaled_between, unstepped_when
 from halfstep.check.script.flow.order import (
     TraceRule,
     earlier,
@@ -78,7 +78,7 @@ class ScaledGradientsRead(TraceRule):
     reason = (
         "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
         "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
-        "nearly everything. The hooks of `wandb.watch` run in the backward and log the scaled gradients."
+        "nearly everything. Micro-batches without a step never unscale theirs. The hooks of `wandb.watch` log the scaled gradients."
     )
     bad = (
         _START + "    plot_grad_flow(model.named_parameters())\n    scaler.step(optimizer)\n    scaler.update()\n",
@@ -142,6 +142,10 @@ class ScaledGradientsRead(TraceRule):
                 return None  # HS104 reports the clip, with any limit
             event = replace(event, guards=(*event.guards, *measured))
             trace = (*trace[:index], event, *trace[index + 1 :])
+        window = unstepped_when(script, trace, start, index)
+        if window is not None:
+            event = replace(event, guards=(*event.guards, window))
+            trace = (*trace[:index], event, *trace[index + 1 :])
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
         steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
@@ -151,8 +155,8 @@ class ScaledGradientsRead(TraceRule):
         if steps and scales_between(trace, start, steps[0]):
             return None  # what is measured is divided by `scaler.get_scale()`
         unless = skipped_unscale(script, trace, start, index)
-        if measured:
-            unless = f"not {measured[0].text}" if measured[0].is_true else measured[0].text
+        for condition in (*measured[:1], *([window] if window else [])):
+            unless = f"not {condition.text}" if condition.is_true else condition.text
         # A helper that measures gradients is right; the call that comes too early is not.
         depth = len(trace[start].roots)
         helper = event.roots[depth] if event.roots[:depth] == trace[start].roots and len(event.roots) > depth else None

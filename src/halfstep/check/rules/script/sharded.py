@@ -69,6 +69,7 @@ class FsdpPlainScaler(ScriptRule):
         other = any("Sharded" in name and "DataParallel" not in name for name in script.outline.loads)
         if other or len(plain) != len(script.scalers):
             plain = [scaler for scaler in plain if _comes_first(script, scaler, wraps)]
+        plain = [scaler for scaler in plain if not _is_of_other_kind(script, scaler, wraps)]
         if not plain or not (script.has("scaler_step") or all(_leaves_file(s) for s in plain)):
             return
         sharded = [e for e in wraps if any(possible(e.guards, s.guards) for s in script.near(e, "scaler_step"))]
@@ -89,8 +90,19 @@ class FsdpPlainScaler(ScriptRule):
 
 def _leaves_file(scaler: Scaler) -> bool:
     """Whether a function returns the scaler, for a loop of another file."""
+    if isinstance(scaler.parent, ast.Return):
+        return True
     names = (n for n in ast.walk(scaler.function.node) if isinstance(n, ast.Return) and n.value is not None)
     return bool(scaler.key) and any(key_of(part) == scaler.key for n in names for part in ast.walk(n))
+
+
+def _is_of_other_kind(script: Script, scaler: Scaler, wraps: list[Event]) -> bool:
+    """Whether another class creates the scaler, by a method that the classes which wrap have as well: each kind has its own."""
+    cls, name = scaler.function.cls, scaler.function.name
+    classes = {event.function.cls for event in wraps}
+    if not cls or cls in classes:
+        return False
+    return all(owner and name in script.outline.classes.get(owner, {}) for owner in classes)
 
 
 def _comes_first(script: Script, scaler: Scaler, wraps: list[Event]) -> bool:

@@ -73,7 +73,8 @@ class Fp16WithoutScaler(TraceRule):
     severity = "error"
     reason = (
         "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
-        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
+        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler. "
+        "A warning where only another value of a setting than the file's own leads there."
     )
     bad = (
         PLAIN_LOOP.format(dtype="float16"),
@@ -137,8 +138,8 @@ class Fp16WithoutScaler(TraceRule):
         if event.scaled == "yes":
             return (
                 self._switched_off(script, trace, index)
-                or self._switched_by_flag(script, trace, index)
                 or self._left_out(script, trace, index)
+                or self._switched_by_flag(script, trace, index)
             )
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
@@ -218,7 +219,7 @@ class Fp16WithoutScaler(TraceRule):
             script.where(case.node),
             f"{case.when} the loss under float16 autocast ({script.at(opened.node)}) is not scaled: gradients below 6e-8 become zero",
             instead=case.instead,
-            severity="warning",
+            severity=case.severity,
         )
 
     def _without_its_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -251,10 +252,9 @@ class Fp16WithoutScaler(TraceRule):
             texts += [s.enabled for e in scaled for s in scalers_at(script, e)]
         if not decisive or any(_DEVICE.search(text) or text.startswith("except@") for text in texts):
             return None
-        regions = opened.regions[-1].autocasts
         if is_chosen_elsewhere(script, opened) or (joined and is_never_passed_none(script, event)):
             return None
-        if not all(is_entered_without(script, a, g, event, scaled) for a in regions for g in decisive):
+        if not is_entered_without(script, opened, decisive, event, scaled):
             return None
         condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
         return self.finding(

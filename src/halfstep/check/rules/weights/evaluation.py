@@ -60,7 +60,10 @@ for epoch in range(10):
 {validate}    pipeline = StableDiffusionPipeline.from_pretrained(name, unet={unet}).to("cuda")
     pipeline("a photo of a cat").images[0].save(f"{{epoch}}.png")
 """
-_LAST = regex(r"last|final|end\b|done|finish|(num|max|total)_?(epoch|step|iter)|n_epochs|best", re.IGNORECASE)
+_LAST = regex(
+    r"last|final|end\b|done|finish|(num|max|total)_?(epoch|step|iter)|n_epochs|best|[=>]= [\w.]*\b(epochs|steps|iters)\b",
+    re.IGNORECASE,
+)
 
 
 class EvaluationHalvesModel(ScriptRule):
@@ -124,7 +127,9 @@ class EvaluationHalvesModel(ScriptRule):
             if not cast.formats & SIXTEEN_BIT or not _is_trained(script, cast, trains):
                 yield self._report(script, cast, "another dtype", back)
         every = list(casts_in(script.outline))
-        for cast in _lowered_in_loop(script):
+        in_loop = list(_lowered_in_loop(script))
+        known = {cast.call for cast in in_loop}
+        for cast in (*in_loop, *(c for c in _rounded_in_loop(script, every) if c.call not in known)):
             back = _cast_back(cast, every)
             effect = "the next steps train 16-bit weights"
             if back is not None:
@@ -184,7 +189,12 @@ def _returns_dtype(script: Script, cast: VariableCast) -> bool:
 def _cast_back(cast: VariableCast, casts: list[VariableCast]) -> ast.Call | None:
     """The cast by which the same function returns the model to float32."""
     back = (c.call for c in casts if c.function is cast.function and c.key == cast.key and "float32" in c.formats)
-    return next((call for call in back if call.lineno > cast.call.lineno), None)
+    return next((call for call in back if _end(call) > _end(cast.call)), None)
+
+
+def _end(call: ast.Call) -> tuple[int, int]:
+    """Where a call ends: `float()` of `model.half().float()` after `half()`."""
+    return call.end_lineno or call.lineno, call.end_col_offset or 0
 
 
 def _lowered_for_pipeline(script: Script) -> Iterator[tuple[VariableCast, ast.Call]]:
@@ -257,6 +267,24 @@ def _lowered_in_loop(script: Script) -> Iterator[VariableCast]:
             if same and not is_low and not lineage.copied:
                 yield VariableCast(call, function, key_of(model) or next(iter(lineage.places))[0], formats)
                 break
+
+
+def _rounded_in_loop(script: Script, casts: list[VariableCast]) -> Iterator[VariableCast]:
+    """Casts to 16 bits and back of what a loop trains, whoever creates the optimizer: float32 is what the loop wants."""
+    for cast in casts:
+        lowers = cast.formats <= SIXTEEN_BIT and not _is_evaluation(cast.function) and not _COPY.search(cast.key)
+        back = _cast_back(cast, casts) if lowers else None
+        loop = _training_loop(script, cast.call) if back is not None else None
+        if loop is None or _training_loop(script, back or cast.call) is not loop:
+            continue
+        inside = set(ast.walk(loop))
+        methods = [site.call.func for name in ("train", "parameters") for site in script.outline.calls.get(name, ())]
+        is_module = any(f in inside and isinstance(f, ast.Attribute) and key_of(f.value) == cast.key for f in methods)
+        bound = [b.value for b in script.outline.lookup(cast.key, cast.function) if b.node in inside]
+        is_same = all(value is not None and key_of(base_of(value)) == cast.key for value in bound)
+        runs = [e for e in script.events("forward") if e.node in inside and not e.inside("no_grad")]
+        if is_module and is_same and any(e.local.subject == cast.key and e.function is cast.function for e in runs):
+            yield cast
 
 
 def _training_loop(script: Script, cast: ast.Call) -> ast.AST | None:

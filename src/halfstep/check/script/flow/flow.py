@@ -17,6 +17,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import Conditions, leaves_block, leaving
 from halfstep.check.script.flow.contexts import Contexts
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.expressions import arguments_of, numerator, unwrap
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of
@@ -35,6 +36,7 @@ _ABOUT_OPTIMIZER = regex(r"file|path|name|type|class|state|dict|config|cfg|args|
 _LATER = regex(
     r"register|hook|thread|process|signal|compile|jit|partial|submit|append|add_|set_|lr_?lambda", re.IGNORECASE
 )
+_CALL = regex(r"\w\(")
 _ABOUT_LOSS = regex(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
 
 
@@ -75,6 +77,11 @@ def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> l
         walk.items.append(Event("enter_function", function.node, function, regions=regions))
     walk.block(function.body, (), (), regions)
     return walk.items
+
+
+def _is_taken_before(own: tuple[Guard, ...], others: tuple[Guard, ...]) -> bool:
+    """Whether an `elif` asks for what a branch before it has taken: the same command twice. A call may return something else."""
+    return bool(others) and not possible(others, own) and not any(_CALL.search(text) for text, _ in (*own, *others))
 
 
 class _Walk:
@@ -121,11 +128,12 @@ class _Walk:
         if isinstance(node, ast.If):
             # An elif chain is nested else branches: walk it in a loop, because it can be long.
             branch: ast.If = node
+            around = len(guards)
             while True:
                 self.expression(branch, guards, loops, regions)
                 decided = self.tests.decided(branch.test)
-                if decided is not False:
-                    own = () if decided else self.tests.guards(branch.test, is_true=True)
+                own = () if decided else self.tests.guards(branch.test, is_true=True)
+                if decided is not False and not _is_taken_before(own, guards[around:]):
                     self.block(branch.body, (*guards, *own), loops, regions)
                 if decided is None and len(guards) <= MAX_GUARDS:
                     guards = (*guards, *self.tests.guards(branch.test, is_true=False))

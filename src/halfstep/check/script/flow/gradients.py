@@ -47,6 +47,7 @@ __all__ = [
     "skipped_unscale",
     "steps_only",
     "unscaled_between",
+    "unstepped_when",
 ]
 
 _INFINITE = regex(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
@@ -58,6 +59,7 @@ _HARMLESS = regex(
     r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
+_HAS_GRADIENT = regex(r"\.(grad|requires_grad)$")  # of a guard: `is not None` is left out
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
 _BUILDS = regex(r"(^|[._])[a-z]+_optimi[sz]ers?$")
 _AROUND = frozenset({"Lookahead", "LARC", "SWA"})  # optimizers around another one, whose step clears nothing
@@ -151,6 +153,21 @@ def skipped_unscale(script: Script, trace: Trace, first: int, last: int) -> str:
             if guards:
                 return guards[0].text if guards[0].is_true else f"not {guards[0].text}"
     return ""
+
+
+def unstepped_when(script: Script, trace: Trace, first: int, last: int) -> Guard | None:
+    """The condition under which no step comes between a backward and a use of the gradients after it: that a window goes on."""
+    back, use = trace[first], trace[last]
+    if not back.loops or use.loops[: len(back.loops)] != back.loops:
+        return None
+    # What else decides whether gradients are used may be true in the same iterations as the step.
+    own = [g for g in use.guards if g not in back.guards and not _HAS_GRADIENT.search(g.text)]
+    if not all(is_setting(script, g, use) for g in own):
+        return None
+    steps = [e for e in between(trace, first, last, *STEPS) if e.loops == back.loops]
+    ends = [[g for g in e.accumulating if g not in use.guards and g not in back.guards] for e in steps]
+    shared = [g for g in ends[0] if all(g in guards for guards in ends)] if ends else []
+    return shared[0].opposite if shared else None
 
 
 def _independent(script: Script, unscale: Event, back: Event, use: Event) -> list[Guard]:

@@ -323,7 +323,7 @@ def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int)
         return frozenset(DTYPES.get(f"torch.{s}", UNKNOWN) for s in strings)
     else:
         return None
-    tables = outline.values(key_of(table), function) if key_of(table) else [table]
+    tables = (outline.values(key_of(table), function) or _in_class(outline, table)) if key_of(table) else [table]
     entries = pairs_of(tables[0]) if len(tables) == 1 else None
     if entries is None:
         return None
@@ -332,6 +332,12 @@ def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int)
     possible += [default] if default is not None and (UNKNOWN in strings or not possible) else []
     parts = [dtypes_of(outline, value, function, depth - 1) for value in possible]
     return frozenset().union(*parts) if parts else _NOTHING
+
+
+def _in_class(outline: Outline, table: ast.expr) -> list[ast.expr]:
+    """What the body of a class assigns to `table` of `self.table` or `Trainer.table`, if no line sets the attribute."""
+    bound = outline.bindings.get(table.attr, ()) if isinstance(table, ast.Attribute) else ()
+    return [b.value for b in bound if b.value is not None and isinstance(outline.parents.get(b.node), ast.ClassDef)]
 
 
 def pairs_of(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:

@@ -32,6 +32,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = [
     "clipped_models",
     "clips_all",
+    "have_same",
     "is_of_another",
     "left_scaled",
     "list_of",
@@ -105,6 +106,22 @@ def _passed_models(script: Script, call: ast.Call) -> frozenset[str]:
 def share(a: frozenset[str], b: frozenset[str]) -> bool:
     """Whether two sets of models may have parameters in common: `model` has those of `model.encoder`."""
     return any(x == y or x.startswith(f"{y}.") or y.startswith(f"{x}.") for x in a for y in b)
+
+
+def have_same(script: Script, first: Event, second: Event) -> bool:
+    """Whether the optimizers of two steps, or of unscale_, were created apart, each from all the parameters of one model."""
+    a, b = _owned(script, first), _owned(script, second)
+    if a is None or b is None or a.created & b.created or not len(a.created) == len(b.created) == 1:
+        return False
+    if a.filters != {""} or b.filters != {""} or a.models != b.models or len(a.models) != 1:
+        return False
+    nodes = sorted((*a.created, *b.created), key=lambda node: getattr(node, "lineno", 0))
+    homes = {[script.outline.module.node, *script.above(node)][-1] for node in nodes}
+    model = next(iter(a.models))
+    low, high = (getattr(node, "lineno", 0) for node in nodes)
+    bound = [getattr(b.node, "lineno", 0) for b in script.outline.bindings.get(model, ())]
+    # A variable may mean another model in another function, and after an assignment between the two.
+    return (len(homes) == 1 or model.startswith("self.")) and not any(low < line <= high for line in bound)
 
 
 def is_of_another(script: Script, trace: Trace, event: Event, clip: Event) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.choices import UNKNOWN, strings_of
 from halfstep.check.script.objects.expressions import conditions_of
@@ -16,13 +18,15 @@ from halfstep.check.script.scaling.device_tests import (
     tests_of_guards,
 )
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["float16_otherwise", "float16_without_cuda"]
+__all__ = ["disabled_by_value", "enabled_by_value", "float16_otherwise", "float16_without_cuda"]
 
 _HALF, _BFLOAT = {"float16", "fp16", "half"}, {"bfloat16", "bf16"}
 _FULL = ("float32", "fp32")
+_FORMAT = regex(r"16|dtype|bf|half|float|precision", re.IGNORECASE)
 
 
 def float16_otherwise(script: Script, scaler: Scaler, opened: Event) -> tuple[str, ast.IfExp] | None:
@@ -40,9 +44,50 @@ def float16_otherwise(script: Script, scaler: Scaler, opened: Event) -> tuple[st
                 continue
             setting = choice.test.left if isinstance(choice.test, ast.Compare) else choice.test
             strings = strings_of(script.outline, setting, region.function)
-            is_open = UNKNOWN in strings and not is_excluded(script.outline, setting, _FULL)
+            is_open = UNKNOWN in strings and not is_excluded(script.outline, setting, _FULL, (choice, region.node))
             if is_open and not _asks_for(script, region, opened, key):
                 return key, choice
+    return None
+
+
+def disabled_by_value(script: Script, scaler: Scaler, opened: Event) -> tuple[str, str, bool] | None:
+    """The setting, and the value that the file gives it, with which a scaler is disabled while the region is float16 in any case.
+
+    `dtype = "bfloat16"`, `enabled=dtype == "float16"` and a region with torch.float16. Also whether the file has no other value.
+    """
+    regions = opened.regions[-1].autocasts
+    if not all(a.dtype == "float16" and a.enabled != "no" for a in regions):
+        return None
+    guards = (*opened.guards, *(guard for a in regions for guard in conditions_of(script.outline, a.node)))
+    if any(_FORMAT.search(text) for text in (*(guard.text for guard in guards), *(a.enabled for a in regions))):
+        return None
+    for test, is_true in tests_of(script, scaler):
+        if not isinstance(test, ast.Compare) or not (key := text_of(test.left)):
+            continue
+        known = strings_of(script.outline, test.left, scaler.function) & {*_HALF, *_BFLOAT, *_FULL}
+        outcomes = {s: value_of(test, lambda n, key=key, s=s: s if text_of(n) == key else OPEN) for s in known}  # type: ignore[misc]
+        off = sorted(s for s, outcome in outcomes.items() if outcome is (not is_true))
+        asked = any(_asks_for(script, a, opened, key) for a in regions)
+        if off and not asked and not is_excluded(script.outline, test.left, off, [a.node for a in regions]):
+            return key, off[0], set(off) == known
+    return None
+
+
+def enabled_by_value(script: Script, scaler: Scaler) -> tuple[str, str] | None:
+    """The setting, and its value, that enables a scaler for float16, while the regions of the file are bfloat16 in any case."""
+    regions = [a for a in script.autocasts if a.enabled != "no"]
+    if not regions or not all(a.dtype_node is not None and a.dtype == "bfloat16" for a in regions):
+        return None
+    texts = [text for a in regions for text, _ in conditions_of(script.outline, a.node)] + [a.enabled for a in regions]
+    nodes = [a.node for a in regions]
+    for test, is_true in tests_of(script, scaler):
+        key, value = _compared(test)
+        if not is_true or value not in _HALF or not isinstance(test, ast.Compare) or any(map(_FORMAT.search, texts)):
+            continue
+        known = strings_of(script.outline, test.left, scaler.function)
+        is_setting = isinstance(test.left, (ast.Attribute, ast.Subscript)) and UNKNOWN in known
+        if (known & _HALF or is_setting) and not is_excluded(script.outline, test.left, [str(value)], nodes):
+            return key, str(value)
     return None
 
 

@@ -8,13 +8,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.check.finding import Severity
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
-from halfstep.check.script.scaling.other_values import float16_otherwise, float16_without_cuda
+from halfstep.check.script.scaling.joint_flags import exclude_each_other
+from halfstep.check.script.scaling.other_values import disabled_by_value, float16_otherwise, float16_without_cuda
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -45,6 +47,7 @@ class Omission:
     node: ast.AST  # what is to be changed: the scaler, or the region
     when: str
     instead: str
+    severity: Severity = "warning"
 
 
 def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
@@ -86,8 +89,17 @@ def _excludes_half(script: Script, test: ast.expr, is_true: bool, function: Func
     return all(text_of(name).startswith("torch.") for name in named) and has_half != is_equal
 
 
-def is_entered_without(script: Script, region: Autocast, guard: Guard, event: Event, scaled: Sequence[Event]) -> bool:
-    """Whether a region is enabled also where the loss of another branch is not scaled, because of a guard."""
+def is_entered_without(
+    script: Script, opened: Event, guards: Sequence[Guard], event: Event, scaled: Sequence[Event]
+) -> bool:
+    """Whether a region is enabled also where the loss of another branch is not scaled, because of some guards."""
+    if any(exclude_each_other(script.outline, around, guard) for around in opened.guards for guard in guards):
+        return False
+    regions = opened.regions[-1].autocasts
+    return all(_is_on_without(script, region, guard, event, scaled) for region in regions for guard in guards)
+
+
+def _is_on_without(script: Script, region: Autocast, guard: Guard, event: Event, scaled: Sequence[Event]) -> bool:
     if region.enabled != "yes":
         return _is_wider(script, region.enabled, guard.text, event)
     # `AMP = True` enables the region, and also decides the guard, or the scaler that it tests.
@@ -191,6 +203,12 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
     if (rest := float16_otherwise(script, scaler, opened)) is not None:
         when = f"with any other `{rest[0]}`, such as 'float32', the dtype is float16 and the scaler ({script.at(scaler.node)}) is disabled, so"
         return Omission(rest[1], when, "reject other values, and enable the scaler for dtype == torch.float16")
+    if (off := disabled_by_value(script, scaler, opened)) is not None:
+        key, value, is_only = off
+        when = f"with `{key}` '{value}'{', as this file sets it,' if is_only else ''} the scaler is disabled, and"
+        return Omission(
+            scaler.node, when, f"take the dtype of autocast from `{key}`", "error" if is_only else "warning"
+        )
     if (choice := float16_without_cuda(script, scaler, opened)) is not None:
         when = f"without CUDA the dtype is float16 (`{text_of(choice)}` is false) and the scaler is disabled, so on the CPU"
         return Omission(opened.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")

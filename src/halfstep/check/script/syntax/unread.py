@@ -10,6 +10,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "inherits",
+    "is_hidden",
     "is_setting",
     "is_unread",
     "last_of",
@@ -83,6 +84,35 @@ def _is_file_text(outline: Outline, node: ast.expr, function: Function) -> bool:
         for n in ast.walk(it)
         if isinstance(n, ast.expr)
     )
+
+
+def is_hidden(outline: Outline, name: str, function: Function, tree: ast.AST) -> bool:
+    """Whether every function that reads a name binds one of its own, so that nothing reads the variable of `function`."""
+    if reads_by_name(outline):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
+            return False
+        is_variable = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        # `train.scaler` of another file may be the module's; `self.scaler` is no variable.
+        is_member = isinstance(node, ast.Attribute) and node.attr == name and getattr(node.value, "id", "") != "self"
+        if is_member or (is_variable and _may_read(outline, node, name, function.node)):
+            return False
+    return True
+
+
+def _may_read(outline: Outline, node: ast.AST, name: str, home: ast.AST) -> bool:
+    """Whether a name may mean the variable of `home`: no function between them binds it, and one around them is `home`."""
+    child, scope = node, outline.parents.get(node)
+    while scope is not None and scope is not home:
+        # A default, a decorator and an annotation are read outside the function.
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef) and any(child is part for part in scope.body):
+            arguments = scope.args
+            params = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+            if name in {a.arg for a in params if a is not None} or outline.by_function(name).get(scope):
+                return False
+        child, scope = scope, outline.parents.get(scope)
+    return scope is home
 
 
 def inherits(outline: Outline, cls: str) -> bool:
