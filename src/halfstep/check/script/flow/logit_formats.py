@@ -59,8 +59,8 @@ def logit_formats(
             node = operand
         elif (factors := _factors(outline, node)) is not None:
             # A product raises where its factors differ in dtype, so that one of them decides.
-            formats = [logit_formats(script, factor, function, line, depth) for factor in factors]
-            return formats[0] or formats[1]
+            options = [logit_formats(script, factor, function, line, depth) for factor in factors]
+            return options[0] or options[1]
         elif isinstance(node, ast.Call) and outline.names.full(node.func) == "torch.nn.functional.normalize":
             if not node.args:
                 break
