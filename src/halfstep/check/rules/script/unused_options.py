@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
-from halfstep.check.script.flow.run_format import names_other_format
+from halfstep.check.script.flow.run_format import names_other_format, unused_bf16
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
@@ -120,8 +120,8 @@ class UnusedPrecisionOption(ScriptRule):
     reason = (
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
-        "parameter that a function overwrites, of a dtype that is chosen and not used, and of a limit of the gradient norm or a number of "
-        "micro-batches that nothing reads: clipping and accumulation stay what the code fixes."
+        'parameter that a function overwrites, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters autocast), and '
+        "of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay what the code fixes."
     )
     bad = (
         _TRAINED.format(flag=""),
@@ -151,17 +151,11 @@ class UnusedPrecisionOption(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
-        yield from self._fields(script)
-        yield from self._settings(script)
-        yield from self._stored(script)
-        yield from self._choices(script)
-        yield from self._overwritten(script)
-        yield from self._ignored(script)
-        yield from self._dropped(script)
-        yield from self._unread(script)
-        yield from self._still_scaled(script)
-        yield from self._printed(script)
-        yield from self._policies(script)
+        for part in (
+            self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
+            self._still_scaled, self._printed, self._policies, self._unanswered,
+        ):  # fmt: skip
+            yield from part(script)
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         if not (script.autocasts or script.scalers or trains or "apex.amp.initialize" in script.outline.library_calls):
@@ -255,6 +249,13 @@ class UnusedPrecisionOption(ScriptRule):
                 + " never read: the format that it chooses is not the one of the run",
                 instead=f"use `{key}` for autocast, the model or the trainer, or remove it",
             )
+
+    def _unanswered(self, script: Script) -> Iterator[Finding]:
+        """Settings that ask for bfloat16 in a file that trains and only knows float16."""
+        for node, name in unused_bf16(script) if "backward" in script.outline.calls else ():
+            text = f"`{name}` asks for bfloat16, and nothing in this file computes in it: only float16 enters autocast"
+            instead = "enter autocast with dtype=torch.bfloat16 as well, without the scaler"
+            yield self.finding(script.where(node), text, instead=instead)
 
     def _unread(self, script: Script) -> Iterator[Finding]:
         """Precision flags that a training function reads from its settings into a variable, and uses nowhere."""
@@ -383,9 +384,7 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _fields(self, script: Script) -> Iterator[Finding]:
         """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
-        if "HfArgumentParser" not in script.source.text:
-            return
-        nodes = all_nodes(script.tree)
+        nodes = all_nodes(script.tree) if "HfArgumentParser" in script.source.text else ()
         read = read_names(nodes)
         for field in dataclass_fields(nodes):
             name = field.target.id if isinstance(field.target, ast.Name) else ""

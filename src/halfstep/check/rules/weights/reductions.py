@@ -243,9 +243,9 @@ def _product_behind(
             if value is None:
                 return None
             node, line = value, getattr(bindings[0].node, "lineno", line)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            node = node.left
-        elif isinstance(node, ast.BinOp) and _is_scale(script, node.right, function):
+        elif isinstance(node, ast.BinOp) and (
+            isinstance(node.op, ast.MatMult) or _is_scale(script, node.right, function)
+        ):
             node = node.left
         elif isinstance(node, ast.BinOp) and _is_scale(script, node.left, function):
             node = node.right
