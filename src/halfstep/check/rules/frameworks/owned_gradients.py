@@ -13,6 +13,7 @@ from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
+    ACCELERATORS,
     Engine,
     engine_at,
     loop_class,
@@ -54,6 +55,10 @@ _MANUAL = MANUAL_LOOP.replace("{imports}", "import torch\n").replace("{change}",
 _CLIP = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1.0)"
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_CLIP.format('self')}\n"
 _OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+_PLUGIN = _ACCELERATE.replace("import Accelerator", "import Accelerator, DeepSpeedPlugin").format(
+    options="deepspeed_plugin=DeepSpeedPlugin(zero_stage=2{limit})",
+    clip="    accelerator.clip_grad_norm_(model.parameters(), 0.5)\n",
+)
 _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
 
 
@@ -100,7 +105,9 @@ class ClipBehindFramework(TraceRule):
         "only the framework's own call unscales them before it clips: torch's `clip_grad_norm_` at 1.0 clips the true gradient at "
         "1/65536, so nearly every step has the same tiny norm. With FSDP each rank sees the norm of its own shard. In a Lightning "
         "module with manual optimization the gradients are unscaled inside `optimizer.step()`, right before the hook "
-        "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`."
+        "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`. With DeepSpeed "
+        "`accelerator.clip_grad_norm_` only returns the norm: the engine clips at `gradient_clipping` of its plugin, which is 1.0 if "
+        "nothing sets it."
     )
     bad = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
@@ -110,6 +117,7 @@ class ClipBehindFramework(TraceRule):
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
         _SHARDED.format(clip=_CLIP.format("model")),
         _ACCELERATE.format(options='mixed_precision="fp16"', clip="    model.clip_grad_norm_(1.0)\n"),
+        _PLUGIN.format(limit=""),
     )
     good = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
@@ -118,12 +126,13 @@ class ClipBehindFramework(TraceRule):
         _MANUAL.format(clip="", hook=_HOOK),
         _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
         _ACCELERATE.format(options='mixed_precision="bf16"', clip="    model.clip_grad_norm_(1.0)\n"),
+        _PLUGIN.format(limit=", gradient_clipping=0.5"),
     )
     references = (
         _DOCS,
         "https://lightning.ai/docs/fabric/stable/api/fabric_methods.html#clip-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/18089",
-        "measured: source code of accelerate 1.15.0 and lightning 2.6.6",
+        "measured: source code of accelerate 1.15.0 (the plugin's limit and its default included) and lightning 2.6.6",
     )
     words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward")
     kinds = ("clip", "owned_clip")
@@ -131,6 +140,7 @@ class ClipBehindFramework(TraceRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Every event of the traces, and torch's clipping in the hook that Lightning runs before it unscales."""
         yield from super().check(script)
+        yield from self._by_plugin(script)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for call, function in script.outline.calls.get(name, ()):
                 owner = loop_class(script, function.cls) if function.name == "on_after_backward" else None
@@ -185,6 +195,31 @@ class ClipBehindFramework(TraceRule):
             instead=f"{engine.key}.{own}",
             severity=severity,
         )
+
+    def _by_plugin(self, script: Script) -> Iterator[Finding]:
+        """Limits that an Accelerator with DeepSpeed gets and does not use, next to a plugin that has another one."""
+        plugin = _deepspeed_plugin(script)
+        if plugin is None:
+            return
+        own = argument(plugin, None, "gradient_clipping")
+        used = _number(script, own) if own is not None else 1.0
+        for call, function in script.outline.calls.get("clip_grad_norm_", ()):
+            engine = (
+                engine_at(script, key_of(call.func.value), function) if isinstance(call.func, ast.Attribute) else None
+            )
+            limit = argument(call, 1, "max_norm")
+            if engine is None or engine.plugin != "deepspeed" or limit is None or used is None:
+                continue
+            wanted = _number(script, limit)
+            if wanted == used or (wanted is None and own is not None):
+                continue
+            cause = f"{script.at(own)}" if own is not None else "the default, unless the launcher sets another"
+            yield self.finding(
+                script.where(call),
+                f"with DeepSpeed this call clips nothing and the engine clips at {used:g} ({cause}): `{text_of(limit)}` has no effect",
+                instead=f"DeepSpeedPlugin(gradient_clipping={text_of(limit)}, ...)",
+                severity=None if wanted is not None else "advice",
+            )
 
     def _by_model(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for `model.clip_grad_norm_(1.0)` of a prepared model that FSDP has wrapped: it unscales nothing."""
@@ -248,6 +283,31 @@ class ClipBehindFramework(TraceRule):
             instead="clip in `on_before_optimizer_step`",
             severity="error" if precision == "fp16" else None,
         )
+
+
+def _deepspeed_plugin(script: Script) -> ast.Call | None:
+    """The plugin of the only Accelerator of a script, if its arguments decide the limit or leave it at the default."""
+    created = [site for name in ACCELERATORS for site in script.outline.library_calls.get(name, ())]
+    if len(created) != 1:
+        return None
+    call, function = created[0]
+    value = argument(call, None, "deepspeed_plugin")
+    values = [value] if value is not None else []
+    if value is not None and key_of(value):
+        values = list(script.outline.values(key_of(value), function))
+    plugin = values[0] if len(values) == 1 and isinstance(values[0], ast.Call) else None
+    if plugin is None or last_name(key_of(plugin.func)) != "DeepSpeedPlugin" or plugin.args or not plugin.keywords:
+        return None  # without arguments the launcher configures it
+    names = {keyword.arg for keyword in plugin.keywords}
+    is_changed = any("gradient_clipping" in key for key in script.outline.bindings)
+    return None if names & {None, "hf_ds_config"} or is_changed else plugin
+
+
+def _number(script: Script, node: ast.expr) -> float | None:
+    """The number of a literal, or of a constant at the top of the file."""
+    bound = script.outline.bindings.get(key_of(node), []) if key_of(node) else []
+    value = constant(bound[0].value if len(bound) == 1 and bound[0].value is not None else node)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 RULES: tuple[type[Rule], ...] = (ClipBehindFramework,)
