@@ -118,3 +118,37 @@ def test_a_disabled_region_casts_nothing_back(first, scores, softmax, scale, dty
     """What a linear layer returns under the outer region stays float16 in the inner one, unless it is cast."""
     text = ATTENTION.format(first=first, scores=scores, softmax=softmax, scale=scale, dtype=dtype)
     assert [f.line for f in findings(text, "HS165")] == [15 + first.count("\n")] * is_reported
+
+
+HELPER = """\
+import torch
+import torch.nn.functional as F
+def forward_batch(model, x):
+    {lines}
+    return {returned}
+def train(model, loader, optimizer, scaler):
+    for x, y, t in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            logits = forward_batch(model, x)
+        loss = {loss}
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "returned", "loss", "expected"),
+    [
+        ("x = x.cuda()", "model(x)", "F.cross_entropy(logits, y)", [11]),
+        ("if cached: return model.features(x)", "model(x)", "F.cross_entropy(logits / 2, y)", [11]),
+        ("x = x.cuda()", "model(x).float()", "F.cross_entropy(logits, y)", []),
+        ("x = x.cuda()", "model(x)", "F.cross_entropy(logits.float(), y)", []),
+        ("if cached: return bank(x)", "model(x)", "F.cross_entropy(logits, y)", []),
+    ],
+)
+def test_a_function_that_returns_what_a_model_does(lines, returned, loss, expected):
+    """A region around the call of such a function is one around the model; which class the model has is not known."""
+    text = HELPER.format(lines=lines, returned=returned, loss=loss)
+    assert [(f.line, f.severity) for f in findings(text, "HS154")] == [(line, "advice") for line in expected]
