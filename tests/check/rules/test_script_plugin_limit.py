@@ -36,6 +36,13 @@ CLIP = "self.accelerator.clip_grad_norm_(self.model.parameters(), {})"
         ("DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5)", "0.5", "", []),
         ("DeepSpeedPlugin(zero_stage=2, gradient_clipping=LIMIT)", "LIMIT", "LIMIT = 0.3", []),
         ("DeepSpeedPlugin(zero_stage=2, gradient_clipping=args.limit)", "args.limit", "", []),
+        ("DeepSpeedPlugin(hf_ds_config={'zero_optimization': {'stage': 2}})", "1.0", "", ["warning"]),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {'gradient_clipping': 0.3}", ["warning"]),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "0.5", "DS = {'gradient_clipping': 'auto'}", ["warning"]),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {'gradient_clipping': 'auto'}", []),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {'gradient_clipping': 1.0}", []),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {'zero_optimization': {}, **more}", []),
+        ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {}; DS['gradient_clipping'] = 1.0", []),
         ("DeepSpeedPlugin(hf_ds_config='ds.json')", "0.5", "", []),  # the file may set the limit
         ("DeepSpeedPlugin()", "0.5", "", []),  # the launcher does
         ("DeepSpeedPlugin(zero_stage=2) if args.deepspeed else None", "0.5", "", []),

@@ -107,7 +107,7 @@ class ClipBehindFramework(TraceRule):
         "module with manual optimization the gradients are unscaled inside `optimizer.step()`, right before the hook "
         "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`. With DeepSpeed "
         "`accelerator.clip_grad_norm_` only returns the norm: the engine clips at `gradient_clipping` of its plugin, which is 1.0 if "
-        "nothing sets it."
+        "nothing sets it, and does not clip if its own configuration has no such key."
     )
     bad = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
@@ -199,10 +199,8 @@ class ClipBehindFramework(TraceRule):
     def _by_plugin(self, script: Script) -> Iterator[Finding]:
         """Limits that an Accelerator with DeepSpeed gets and does not use, next to a plugin that has another one."""
         plugin = _deepspeed_plugin(script)
-        if plugin is None:
-            return
-        own = argument(plugin, None, "gradient_clipping")
-        used = _number(script, own) if own is not None else 1.0
+        own = _limit_of(script, plugin) if plugin is not None else None
+        used = _number(script, own) if own is not None else None
         for call, function in script.outline.calls.get("clip_grad_norm_", ()):
             engine = (
                 engine_at(script, key_of(call.func.value), function) if isinstance(call.func, ast.Attribute) else None
@@ -211,13 +209,15 @@ class ClipBehindFramework(TraceRule):
             if engine is None or engine.plugin != "deepspeed" or limit is None or used is None:
                 continue
             wanted = _number(script, limit)
-            if wanted == used or (wanted is None and own is not None):
+            is_default = getattr(own, "lineno", 0) == 0
+            if wanted == used or (wanted is None and not is_default):
                 continue
-            cause = f"{script.at(own)}" if own is not None else "the default, unless the launcher sets another"
+            cause = "the default, unless the launcher sets another" if own is None or is_default else script.at(own)
+            does = f"clips at {used:g}" if used else "does not clip either"
             yield self.finding(
                 script.where(call),
-                f"with DeepSpeed this call clips nothing and the engine clips at {used:g} ({cause}): `{text_of(limit)}` has no effect",
-                instead=f"DeepSpeedPlugin(gradient_clipping={text_of(limit)}, ...)",
+                f"with DeepSpeed this call clips nothing and the engine {does} ({cause}): `{text_of(limit)}` has no effect",
+                instead=f"set gradient_clipping of DeepSpeedPlugin, or of its configuration, to {text_of(limit)}",
                 severity=None if wanted is not None else "advice",
             )
 
@@ -298,9 +298,25 @@ def _deepspeed_plugin(script: Script) -> ast.Call | None:
     plugin = values[0] if len(values) == 1 and isinstance(values[0], ast.Call) else None
     if plugin is None or last_name(key_of(plugin.func)) != "DeepSpeedPlugin" or plugin.args or not plugin.keywords:
         return None  # without arguments the launcher configures it
-    names = {keyword.arg for keyword in plugin.keywords}
     is_changed = any("gradient_clipping" in key for key in script.outline.bindings)
-    return None if names & {None, "hf_ds_config"} or is_changed else plugin
+    return None if is_changed or any(keyword.arg is None for keyword in plugin.keywords) else plugin
+
+
+def _limit_of(script: Script, plugin: ast.Call) -> ast.expr | None:
+    """The limit at which the engine of a plugin clips: a node without a line for a default, None if another file has it."""
+    own = argument(plugin, None, "gradient_clipping") or ast.Constant(1.0)
+    config = argument(plugin, None, "hf_ds_config")
+    if config is None or constant(config) is None:
+        return own
+    bound = script.outline.bindings.get(key_of(config), []) if key_of(config) else []
+    table = bound[0].value if len(bound) == 1 else config
+    if not isinstance(table, ast.Dict) or not all(isinstance(key, ast.Constant) for key in table.keys):
+        return None
+    pairs = zip(table.keys, table.values, strict=True)
+    limits = [value for key, value in pairs if key is not None and constant(key) == "gradient_clipping"]
+    if not limits:  # Accelerate fills in what is "auto" and adds nothing
+        return None if "gradient_clipping" in script.source.text else ast.copy_location(ast.Constant(0.0), table)
+    return own if constant(limits[0]) == "auto" else limits[0]
 
 
 def _number(script: Script, node: ast.expr) -> float | None:
