@@ -131,6 +131,8 @@ OF_DATACLASS = READ.format("config.", "")
         (LIMIT.replace("MAX_GRAD_NORM = 1.0", "clip_min = 1.0") + OF_CLASS, []),
         (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 4") + OF_CLASS, [8]),
         (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 1") + OF_CLASS, []),
+        (LIMIT + OF_CLASS + "clip_gradients(model, CFG)\n", []),  # of another file, which may read it
+        (LIMIT + OF_CLASS + "show(CFG)\n", [8]),
         (TABLE.replace("'use_amp': True", "'grad_clip': 0.5") + OF_TABLE, [2]),
         ("GRADIENT_ACCUMULATION_STEPS = 8\nif __name__ == '__main__':\n    run()\n", [2]),
         ("GRADIENT_ACCUMULATION_STEPS = 8\nif __name__ == '__main__':\n    run(GRADIENT_ACCUMULATION_STEPS)\n", []),

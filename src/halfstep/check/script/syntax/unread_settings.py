@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes, all_statements
@@ -23,6 +23,7 @@ _SETTINGS = regex(
     r"^(cfg|conf|config|args|hparams?|hyper_?param\w*|params|settings?|opts?|options)$|(config|cfg|_settings|_args)$",
     re.IGNORECASE,
 )
+_STEPS = regex(r"clip_|accum|(train|optim\w*)_(step|batch|epoch|one|loop)|^(train|fit)$", re.IGNORECASE)
 _COMMANDS = {"command", "option", "argument", "pass_context"}  # decorators of click and typer
 _WHOLE = {"asdict", "astuple", "vars", "__dict__"}
 # The limit of the gradient norm, and the number of micro-batches of a step.
@@ -67,6 +68,8 @@ def unread_settings(outline: Outline, tree: ast.Module, text: str, settings: Set
     named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Dict | ast.Assign)]
     if named:
         read = read_names(nodes)
+        if settings.has_steps and _passes_on(outline):
+            settings = replace(settings, has_steps=False)
         yield from _fields(outline, tree, text, settings, read)
         yield from _keys(tree, text, settings)
     yield from _constants(outline, tree, text, settings)
@@ -94,6 +97,17 @@ def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, r
             if name not in read and written is None and use:
                 what = f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`"
                 yield statement, what, use
+
+
+def _passes_on(outline: Outline) -> bool:
+    """Whether a function of another file that clips or steps gets the settings as a whole: `clip_gradients(model, config)`."""
+    for name, sites in outline.calls.items():
+        for call, function in sites if _STEPS.search(name) else ():
+            values = [*call.args, *(k.value for k in call.keywords)]
+            is_passed = any(isinstance(v, ast.Name | ast.Attribute) and _SETTINGS.search(last_of(v)) for v in values)
+            if is_passed and outline.call_target(call, function) is None:
+                return True
+    return False
 
 
 def _reads_any(outline: Outline) -> bool:
