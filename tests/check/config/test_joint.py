@@ -257,3 +257,37 @@ def test_autocast_around_an_engine_of_an_unknown_mode(more, count):
     """DeepSpeed disables it in every mode; only `torch_autocast`, which a part that is not shown may have, decides."""
     reports = [f for f in check(UNDECIDED.format(more=more)) if f.code == "HS293"]
     assert [f.severity for f in reports] == ["advice"] * count
+
+
+IN_CLASS = """\
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+DS = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+class Trainer:
+    def __init__(self, model, optimizer, loader):
+        self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DS){precision})
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+
+    def train(self):
+        for x, y in self.loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = self.{called}(x, y)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "called", "severities"),
+    [
+        (", mixed_precision='no'", "model", ["warning"]),  # such an engine runs in float32
+        (", mixed_precision='bf16'", "model", ["advice"]),  # Accelerate turns bf16 on in the configuration
+        ("", "model", ["advice"]),  # the launcher may
+        (", mixed_precision='no'", "teacher", []),
+    ],
+)
+def test_autocast_around_a_prepared_model_of_a_class(precision, called, severities):
+    """The variable to which a class assigns the prepared model is the engine."""
+    text = IN_CLASS.replace("{precision}", precision).replace("{called}", called)
+    assert [f.severity for f in check(text) if f.code == "HS293"] == severities

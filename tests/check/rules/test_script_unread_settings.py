@@ -98,3 +98,72 @@ args = parser.parse_args()
 def test_functions_of_other_files_that_get_all_options(use, expected):
     """Those that are about one other option, data, processes or logs read no precision."""
     assert reported(NAMESPACE.format(use=use) + LOOP) == expected
+
+
+LIMIT = CLASS.replace("use_amp = True", "MAX_GRAD_NORM = 1.0")
+DATACLASS = """\
+from dataclasses import dataclass, fields
+@dataclass
+class TrainConfig:
+    name: str = "x"
+    lr: float = 0.1
+    epochs: int = 1
+    batch: int = 2
+    seed: int = 3
+    {field}
+def read(table):
+    names = {{f.name for f in fields(TrainConfig)}}
+    return TrainConfig(**{{k: v for k, v in table.items() if k in names}})
+config = read(load())
+"""
+OF_DATACLASS = READ.format("config.", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LIMIT + OF_CLASS, [8]),
+        (LIMIT + OF_CLASS + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", [8]),
+        (LIMIT + OF_CLASS + "limit = CFG.MAX_GRAD_NORM\n", []),
+        (LIMIT + OF_CLASS + "limit = getattr(CFG, 'MAX_GRAD_NORM', 0)\n", []),
+        (LIMIT + OF_CLASS + "values = {n: getattr(CFG, n) for n in dir(CFG)}\n", []),
+        (LIMIT.replace("1.0", "None") + OF_CLASS, []),  # nothing to clip at
+        (LIMIT.replace("MAX_GRAD_NORM = 1.0", "clip_min = 1.0") + OF_CLASS, []),
+        (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 4") + OF_CLASS, [8]),
+        (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 1") + OF_CLASS, []),
+        (LIMIT + OF_CLASS + "clip_gradients(model, CFG)\n", []),  # of another file, which may read it
+        (LIMIT + OF_CLASS + "show(CFG)\n", [8]),
+        (TABLE.replace("'use_amp': True", "'grad_clip': 0.5") + OF_TABLE, [2]),
+        ("GRADIENT_ACCUMULATION_STEPS = 8\nif __name__ == '__main__':\n    run()\n", [2]),
+        ("GRADIENT_ACCUMULATION_STEPS = 8\nif __name__ == '__main__':\n    run(GRADIENT_ACCUMULATION_STEPS)\n", []),
+        (DATACLASS.format(field="use_bfloat16: bool = False") + OF_DATACLASS, [10]),
+        (DATACLASS.format(field="clip_grad_norm: float = 1.0") + OF_DATACLASS, [10]),
+        (DATACLASS.format(field="clip_grad_norm: float = 1.0") + OF_DATACLASS + "x = config.clip_grad_norm\n", []),
+        (DATACLASS.format(field="use_bfloat16: bool = False") + OF_DATACLASS + "x = getattr(config, key)\n", []),
+        (DATACLASS.format(field="use_bfloat16: bool = False") + OF_DATACLASS + "x = getattr(torch, dtype)\n", [10]),
+    ],
+)
+def test_settings_of_a_step(text, expected):
+    """The limit of the gradient norm and the number of micro-batches, where this file clips and steps itself."""
+    assert reported("import torch\n" + text + LOOP) == expected
+
+
+def test_a_file_that_leaves_the_step_to_another_may_leave_it_the_limit():
+    """Without a step here, the object that steps may read the limit."""
+    assert reported("import torch\n" + LIMIT + OF_CLASS + LOOP.replace("optimizer.step()", "trainer.step(CFG)")) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "loop", "expected"),
+    [
+        ("'--max_grad_norm', type=float, default=1.0", LOOP, [4]),
+        ("'--gradient-accumulation-steps', type=int, default=4", LOOP, [4]),
+        ("'--max_grad_norm', type=float, default=0.0", LOOP, []),
+        ("'--max_grad_norm', type=float, default=1.0", LOOP + "clip(args.max_grad_norm)\n", []),
+        ("'--max_norm', type=float, default=1.0", LOOP, []),  # of an embedding, or of anything else
+    ],
+)
+def test_options_of_a_step(option, loop, expected):
+    """The same as an option of the command line."""
+    text = f"import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument({option})\nargs = parser.parse_args()\n"
+    assert reported(text + loop) == expected

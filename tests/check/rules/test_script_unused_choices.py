@@ -450,3 +450,70 @@ def test_a_literal_next_to_a_region(region, count):
     """Autocast shows the format of a loop; one in float32 computes in no 16 bits."""
     text = LOOP.format(setup="amp_dtype = 'fp16'", region=f"torch.autocast('cuda', dtype=torch.{region})")
     assert len(findings(text, "HS139")) == count
+
+
+BOTH = """\
+import argparse
+import torch
+{declared}
+def fit(model, optimizer, loader, precision="{default}"):
+    scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        if {test}:
+            with torch.autocast("cuda", dtype={dtype}):
+                loss = model(x, y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("declared", "default", "test", "dtype", "call", "expected"),
+    [
+        ("", "bf16", "scaler is not None", "torch.float16", "", [4]),
+        ("", "bfloat16", "precision == 'fp16'", "torch.float16", "", [4]),
+        ("", "bf16", "scaler", "torch.float16", "fit(m, o, data, precision='bf16')", [4]),
+        ("", "bf16", "scaler", "torch.float16", "fit(m, o, data, precision='fp16')", []),
+        ("", "bf16", "scaler", "torch.float16", "fit(m, o, data, precision=choice)", []),
+        ("", "fp16", "scaler", "torch.float16", "", []),
+        ("", "bf16", "scaler", "torch.bfloat16", "", []),
+        ("", "bf16", "scaler or precision == 'bf16'", "torch.float16", "", []),
+        ("half = torch.bfloat16", "bf16", "scaler", "torch.float16", "", []),
+        ("def prepare(model, precision): return convert(model, precision)", "bf16", "scaler", "torch.float16", "", []),
+    ],
+)
+def test_a_default_of_bfloat16_where_only_float16_enters_autocast(declared, default, test, dtype, call, expected):
+    """A setting that is bfloat16 by default, and that the file only compares with float16, computes in float32."""
+    text = BOTH.format(declared=declared, default=default, test=test, dtype=dtype, call=call)
+    assert [f.line for f in findings(text, "HS139")] == expected
+
+
+def test_an_option_for_bfloat16_where_only_float16_enters_autocast():
+    """The same as an option of the command line, with a test that only rejects other values."""
+    text = """\
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--mixed_precision", default="bf16")
+args = parser.parse_args()
+if args.mixed_precision not in ("no", "fp16", "bf16"):
+    raise ValueError(args.mixed_precision)
+use_amp = args.mixed_precision == "fp16"
+scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=use_amp):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    assert [f.line for f in findings(text, "HS139")] == [3]
+    assert findings(text.replace('default="bf16"', 'default="no"'), "HS139") == []
+    assert findings(text.replace("dtype=torch.float16, ", "dtype=dtypes[args.mixed_precision], "), "HS139") == []

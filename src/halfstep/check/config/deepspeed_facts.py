@@ -85,6 +85,12 @@ class DeepSpeed:
         return self.enabled("fp16")
 
     @cached_property
+    def is_fp16_auto(self) -> bool:
+        """Whether Hugging Face's arguments decide the fp16 mode."""
+        entry = self.config.entry("fp16", "enabled")
+        return entry is not None and isinstance(entry.value, Scalar) and entry.value.value == "auto"
+
+    @cached_property
     def bf16(self) -> bool | None:
         """Whether the bf16 mode is on."""
         return self.enabled(self.bf16_name)

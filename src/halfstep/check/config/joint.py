@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _HINT = regex(r"deepspeed", re.IGNORECASE)
+_MODEL = regex(r"(^|[._])(model|net)$")
 _CONFIG_FILE = regex(r"^[^\s{}$%*?<>|]+\.(?:json|jsonc|hjson|ya?ml)$")
 _MAX_FILES = 20
 
@@ -204,8 +205,18 @@ def _prepared(nodes: tuple[ast.AST, ...], names: Names) -> str:
     ):
         return ""
     prepares = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "prepare"]
-    models = {key_of(a) for c in prepares for a in c.args if re.search(r"(^|[._])(model|net)$", key_of(a))}
-    return models.pop() if len(models) == 1 else ""
+    models = {(c, i) for c in prepares for i, a in enumerate(c.args) if _MODEL.search(key_of(a))}
+    # `self.model, self.optimizer = accelerator.prepare(model, optimizer)`: the engine has the name on the left.
+    assigned = {n.value: n.targets[0] for n in nodes if isinstance(n, ast.Assign)}
+    keys = {_at(assigned.get(call), index, call) for call, index in models}
+    return keys.pop() if len(keys) == 1 else ""
+
+
+def _at(target: ast.expr | None, index: int, call: ast.Call) -> str:
+    """The variable that gets one of the objects which a call prepares; its argument if none does."""
+    items = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    key = key_of(items[index]) if len(items) == len(call.args) else ""
+    return key or key_of(call.args[index])
 
 
 def _named(nodes: tuple[ast.AST, ...], names: Names) -> str:

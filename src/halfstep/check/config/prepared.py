@@ -24,9 +24,16 @@ class PreparedModels:
     accelerator: str = ""  # the last name of its variable
     prepares: list[tuple[ast.Call, set[str]]] = field(default_factory=list)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    precision: str = ""  # the Accelerator's mixed_precision; "" if the launcher or an option decides
 
     def __bool__(self) -> bool:
         return bool(self.prepares)
+
+    def mode(self, configured: str | None) -> str | None:
+        """The mode of an engine with a configuration: Accelerate adds its own precision to one that turns none on."""
+        if not self.prepares or configured != "fp32":
+            return configured
+        return "fp32" if self.precision == "no" else self.precision or None
 
     def loaded(self, call: ast.Call, nodes: tuple[ast.AST, ...]) -> str:
         """The prepared model into which `load_state_dict` loads; "" for any other object, or without DeepSpeed."""
@@ -104,7 +111,9 @@ def read_prepared(nodes: tuple[ast.AST, ...], names: Names) -> PreparedModels:
         if owner == key != "" and isinstance(parent, ast.Assign):
             parts = [p for t in parent.targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
             prepares.append((call, {key_of(part) for part in parts} - {"", "_"}))
-    return PreparedModels(key, prepares, parents)
+    value = next((k.value for k in made[0].keywords if k.arg == "mixed_precision"), None)
+    precision = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+    return PreparedModels(key, prepares, parents, precision)
 
 
 def _is_model(key: str, nodes: tuple[ast.AST, ...]) -> bool:

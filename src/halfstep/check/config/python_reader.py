@@ -35,7 +35,7 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type", "16-true",
+    "finetuning_type", "16-true", "pl.Trainer(",
 )  # fmt: skip
 # Settings in a class of the project, for a Trainer in another file: a value that only Lightning has, next to its arguments.
 _TRUE = frozenset({"16-true", "bf16-true"})
@@ -267,6 +267,9 @@ class _Finder:
     def _is_lightning_class(self, node: ast.AST) -> bool:
         full = self.names.full(node)
         if full.rpartition(".")[2] in {"Trainer", "Fabric"} and full.split(".")[0] in _LIGHTNING_PACKAGES:
+            return True
+        # In a part of a notebook, or under a star import, nothing binds the name that everybody gives the package.
+        if not full and chain(node) == ("pl", "Trainer") and not self._values_of({"pl"}):
             return True
         return isinstance(node, ast.Name) and any(node.id == n.name for n in self.trainers)
 

@@ -319,16 +319,25 @@ class HysteresisWithoutZero(DeepSpeedRule):
     severity = "advice"
     reason = (
         "Only the ZeRO optimizers use DeepSpeed's dynamic loss scaler with hysteresis. The stage-0 fp16 optimizers "
-        "halve the scale at every overflow and ignore `hysteresis` and `consecutive_hysteresis`."
+        'halve the scale at every overflow and ignore `hysteresis` and `consecutive_hysteresis`. With `enabled` "auto" the keys have no '
+        "effect in any run: fp16 is off, or it ignores them."
     )
-    bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "fp16": {"enabled": true, "hysteresis": 4}}',)
-    good = ('{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "hysteresis": 4}}',)
+    bad = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "fp16": {"enabled": true, "hysteresis": 4}}',
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 0}, "fp16": {"enabled": "auto", "hysteresis": 2}}',
+    )
+    good = (
+        '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "hysteresis": 4}}',
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto", "hysteresis": 2}}',
+        '{"train_batch_size": "auto", "zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}',
+    )
     references = (_DOCS, "measured: DeepSpeed 0.19.8, stage 0, the scale halves at every overflow")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report hysteresis at stage 0."""
         value = config.number("fp16", "hysteresis")
-        if deepspeed.fp16 and deepspeed.stage == 0 and deepspeed.is_dynamic and value is not None and value != 1:
+        is_on = deepspeed.fp16 or (deepspeed.is_fp16_auto and not deepspeed.bf16)
+        if is_on and deepspeed.stage == 0 and deepspeed.is_dynamic and value is not None and value != 1:
             message = f"DeepSpeed ignores `fp16.hysteresis` {value:g} without ZeRO; every overflow halves the scale."
             yield self.at(config, ("fp16", "hysteresis"), message, instead="Use ZeRO stage 1, or remove the key.")
 

@@ -255,7 +255,7 @@ class AutocastAroundEngine(JointRule):
                 named = next(iter(engines), "")
                 if not named:
                     continue
-                mode = deepspeed.weights
+                mode = use.prepared.mode(deepspeed.weights)
                 severity: Severity | None = None if mode == "fp32" else "advice"
                 runs = f"which runs in {mode or 'the mode of its configuration'}"
                 effect = runs if config.root.entries else "unless its configuration enables `torch_autocast`"

@@ -256,10 +256,13 @@ class OldPrecisionName(LightningRule):
         "trainer:\n  precision: 16\n  max_epochs: 9\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
         "import pytorch_lightning as pl\n\npl.Trainer.add_argparse_args(parser)\ntrainer = pl.Trainer(precision=16)\n",
+        "from setup import *\n\ntrainer = pl.Trainer(precision=16, max_epochs=9)\ntrainer.fit(model)\n",
     )
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=32)\n",
+        "import pipelines as pl\n\ntrainer = pl.Trainer(precision=16, max_epochs=9)\n",
+        "pl = load_project()\ntrainer = pl.Trainer(precision=16, max_epochs=9)\n",
         "trainer:\n  precision: bf16\n  max_epochs: 9\n",  # perhaps another trainer's
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 10\n  precision: bf16\nexp_manager:\n  name: gpt\n",
     )

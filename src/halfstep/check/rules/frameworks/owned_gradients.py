@@ -14,6 +14,7 @@ from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
+    ACCELERATORS,
     Engine,
     engine_at,
     loop_class,
@@ -55,6 +56,10 @@ _MANUAL = MANUAL_LOOP.replace("{imports}", "import torch\n").replace("{change}",
 _CLIP = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1.0)"
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_CLIP.format('self')}\n"
 _OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+_PLUGIN = _ACCELERATE.replace("import Accelerator", "import Accelerator, DeepSpeedPlugin").format(
+    options="deepspeed_plugin=DeepSpeedPlugin(zero_stage=2{limit})",
+    clip="    accelerator.clip_grad_norm_(model.parameters(), 0.5)\n",
+)
 _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
 
 
@@ -104,7 +109,9 @@ class ClipBehindFramework(TraceRule):
         "only the framework's own call unscales them before it clips: torch's `clip_grad_norm_` at 1.0 clips the true gradient at "
         "1/65536, so nearly every step has the same tiny norm. With FSDP each rank sees the norm of its own shard. In a Lightning "
         "module with manual optimization the gradients are unscaled inside `optimizer.step()`, right before the hook "
-        "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`."
+        "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`. With DeepSpeed "
+        "`accelerator.clip_grad_norm_` only returns the norm: the engine clips at `gradient_clipping` of its plugin, which is 1.0 if "
+        "nothing sets it, and does not clip if its own configuration has no such key."
     )
     bad = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
@@ -114,6 +121,7 @@ class ClipBehindFramework(TraceRule):
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
         _SHARDED.format(clip=_CLIP.format("model")),
         _ACCELERATE.format(options='mixed_precision="fp16"', clip="    model.clip_grad_norm_(1.0)\n"),
+        _PLUGIN.format(limit=""),
     )
     good = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
@@ -122,12 +130,13 @@ class ClipBehindFramework(TraceRule):
         _MANUAL.format(clip="", hook=_HOOK),
         _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
         _ACCELERATE.format(options='mixed_precision="bf16"', clip="    model.clip_grad_norm_(1.0)\n"),
+        _PLUGIN.format(limit=", gradient_clipping=0.5"),
     )
     references = (
         _DOCS,
         "https://lightning.ai/docs/fabric/stable/api/fabric_methods.html#clip-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/18089",
-        "measured: source code of accelerate 1.15.0 and lightning 2.6.6",
+        "measured: source code of accelerate 1.15.0 (the plugin's limit and its default included) and lightning 2.6.6",
     )
     words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward")
     kinds = ("clip", "owned_clip")
@@ -135,6 +144,7 @@ class ClipBehindFramework(TraceRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Every event of the traces, and torch's clipping in the hook that Lightning runs before it unscales."""
         yield from super().check(script)
+        yield from self._by_plugin(script)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for call, function in script.outline.calls.get(name, ()):
                 owner = loop_class(script, function.cls) if function.name == "on_after_backward" else None
@@ -189,6 +199,31 @@ class ClipBehindFramework(TraceRule):
             instead=f"{engine.key}.{own}",
             severity=severity,
         )
+
+    def _by_plugin(self, script: Script) -> Iterator[Finding]:
+        """Limits that an Accelerator with DeepSpeed gets and does not use, next to a plugin that has another one."""
+        plugin = _deepspeed_plugin(script)
+        own = _limit_of(script, plugin) if plugin is not None else None
+        used = _number(script, own) if own is not None else None
+        for call, function in script.outline.calls.get("clip_grad_norm_", ()):
+            engine = (
+                engine_at(script, key_of(call.func.value), function) if isinstance(call.func, ast.Attribute) else None
+            )
+            limit = argument(call, 1, "max_norm")
+            if engine is None or engine.plugin != "deepspeed" or limit is None or used is None:
+                continue
+            wanted = _number(script, limit)
+            is_default = getattr(own, "lineno", 0) == 0
+            if wanted == used or (wanted is None and not is_default):
+                continue
+            cause = "the default, unless the launcher sets another" if own is None or is_default else script.at(own)
+            does = f"clips at {used:g}" if used else "does not clip either"
+            yield self.finding(
+                script.where(call),
+                f"with DeepSpeed this call clips nothing and the engine {does} ({cause}): `{text_of(limit)}` has no effect",
+                instead=f"set gradient_clipping of DeepSpeedPlugin, or of its configuration, to {text_of(limit)}",
+                severity=None if wanted is not None else "advice",
+            )
 
     def _by_model(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for `model.clip_grad_norm_(1.0)` of a prepared model that FSDP has wrapped: it unscales nothing."""
@@ -262,6 +297,47 @@ def _is_unsharded(event: Event) -> bool:
     """Whether an event is in the branch for a model that FSDP has not wrapped: `if not isinstance(self.model, FSDP):`."""
     texts = [g.text if g.is_true else f"not {g.text}" for g in event.guards]
     return any(_OF_FSDP.search(text.lower()) and text.startswith("not ") for text in texts)
+
+
+def _deepspeed_plugin(script: Script) -> ast.Call | None:
+    """The plugin of the only Accelerator of a script, if its arguments decide the limit or leave it at the default."""
+    created = [site for name in ACCELERATORS for site in script.outline.library_calls.get(name, ())]
+    if len(created) != 1:
+        return None
+    call, function = created[0]
+    value = argument(call, None, "deepspeed_plugin")
+    values = [value] if value is not None else []
+    if value is not None and key_of(value):
+        values = list(script.outline.values(key_of(value), function))
+    plugin = values[0] if len(values) == 1 and isinstance(values[0], ast.Call) else None
+    if plugin is None or last_name(key_of(plugin.func)) != "DeepSpeedPlugin" or plugin.args or not plugin.keywords:
+        return None  # without arguments the launcher configures it
+    is_changed = any("gradient_clipping" in key for key in script.outline.bindings)
+    return None if is_changed or any(keyword.arg is None for keyword in plugin.keywords) else plugin
+
+
+def _limit_of(script: Script, plugin: ast.Call) -> ast.expr | None:
+    """The limit at which the engine of a plugin clips: a node without a line for a default, None if another file has it."""
+    own = argument(plugin, None, "gradient_clipping") or ast.Constant(1.0)
+    config = argument(plugin, None, "hf_ds_config")
+    if config is None or constant(config) is None:
+        return own
+    bound = script.outline.bindings.get(key_of(config), []) if key_of(config) else []
+    table = bound[0].value if len(bound) == 1 else config
+    if not isinstance(table, ast.Dict) or not all(isinstance(key, ast.Constant) for key in table.keys):
+        return None
+    pairs = zip(table.keys, table.values, strict=True)
+    limits = [value for key, value in pairs if key is not None and constant(key) == "gradient_clipping"]
+    if not limits:  # Accelerate fills in what is "auto" and adds nothing
+        return None if "gradient_clipping" in script.source.text else ast.copy_location(ast.Constant(0.0), table)
+    return own if constant(limits[0]) == "auto" else limits[0]
+
+
+def _number(script: Script, node: ast.expr) -> float | None:
+    """The number of a literal, or of a constant at the top of the file."""
+    bound = script.outline.bindings.get(key_of(node), []) if key_of(node) else []
+    value = constant(bound[0].value if len(bound) == 1 and bound[0].value is not None else node)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 RULES: tuple[type[Rule], ...] = (ClipBehindFramework,)

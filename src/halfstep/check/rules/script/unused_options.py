@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
-from halfstep.check.script.flow.run_format import names_other_format
+from halfstep.check.script.flow.run_format import names_other_format, unused_bf16
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
@@ -31,11 +31,11 @@ from halfstep.check.script.syntax.unread import (
     unread_argument,
     unread_parameters,
 )
-from halfstep.check.script.syntax.unread_settings import unread_settings
+from halfstep.check.script.syntax.unread_settings import Settings, unread_settings
 
 __all__ = ["RULES"]
 
-_FLAG = regex(r"(use_|enable_)?(amp|fp16|bf16|mixed_?precision|half_precision)")
+_FLAG = regex(r"(use_|enable_)?(amp|b?fp?16|b?float16|mixed_?precision|half_precision)")
 _FIELD = regex(rf"{_FLAG.pattern}|(\w+_)?(to|in|use)_[48]_?bit")
 _FEW = 5  # statements; with fewer, a function may as well only pass its parameters on
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
@@ -89,6 +89,12 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 """
+_CLIPPED = (
+    "import torch\nconfig = {'name': 's', 'lr': 1e-4, 'epochs': 3, 'warmup': 9, 'seed': 0, 'max_grad_norm': 5.0}\n"
+    "model, optimizer, data = create(config['name'], config['lr'], config['epochs'], config['warmup'], config['seed'])\n"
+    "for x, y in data:\n    optimizer.zero_grad()\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = loss_fn(model(x), y)\n    loss.backward()\n"
+    "    torch.nn.utils.clip_grad_norm_(model.parameters(), {limit})\n    optimizer.step()\n"
+)
 _FABRIC = """\
 from lightning import Fabric
 
@@ -96,6 +102,13 @@ def setup(config, precision=None):
     precision = "bf16-mixed"{test}
     return Fabric(devices=config.devices, precision=precision)
 """
+
+
+def _settings_of(script: Script) -> Settings:
+    calls = script.outline.calls.keys()
+    # With `accumulate`, HS177 reports the number that is not passed on.
+    is_loop = "backward" in calls and "accumulate" not in calls
+    return Settings(_FIELD, _FLAG, is_loop and script.has("opt_step", "scaler_step", "owned_step"))
 
 
 class UnusedPrecisionOption(ScriptRule):
@@ -107,7 +120,8 @@ class UnusedPrecisionOption(ScriptRule):
     reason = (
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
-        "parameter that a function overwrites, and of a dtype that is chosen and not used."
+        'parameter that a function overwrites, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters autocast), and '
+        "of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay what the code fixes."
     )
     bad = (
         _TRAINED.format(flag=""),
@@ -115,6 +129,7 @@ class UnusedPrecisionOption(ScriptRule):
         _DATACLASS.format(dtype=""),
         _TRAINER.format(flag=""),
         _FABRIC.format(test=""),
+        _CLIPPED.replace("{limit}", "1.0"),
     )
     good = (
         _TRAINED.format(flag=", enabled=args.amp"),
@@ -123,6 +138,7 @@ class UnusedPrecisionOption(ScriptRule):
         _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
         _TRAINER.format(flag=", enabled=self.use_amp"),
         _FABRIC.format(test=" if precision is None else precision"),
+        _CLIPPED.replace("{limit}", "config['max_grad_norm']"),
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
     words = (
@@ -135,25 +151,20 @@ class UnusedPrecisionOption(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
-        yield from self._fields(script)
-        yield from self._settings(script)
-        yield from self._stored(script)
-        yield from self._choices(script)
-        yield from self._overwritten(script)
-        yield from self._ignored(script)
-        yield from self._dropped(script)
-        yield from self._unread(script)
-        yield from self._still_scaled(script)
-        yield from self._printed(script)
-        yield from self._policies(script)
+        for part in (
+            self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
+            self._still_scaled, self._printed, self._policies, self._unanswered,
+        ):  # fmt: skip
+            yield from part(script)
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
-        applies_apex = "apex.amp.initialize" in script.outline.library_calls
-        if not (script.autocasts or script.scalers or trains or applies_apex):
+        if not (script.autocasts or script.scalers or trains or "apex.amp.initialize" in script.outline.library_calls):
             return
         options = Options(script)
         named = (PRECISION_OPTION, _SCALE, _CHOICE)
+        use = _settings_of(script).use_in_step
         precise = [o for o in options.declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
+        precise += [o for o in options.declared if o not in precise and use(o[2], argument(o[0], None, "default"))]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
@@ -200,16 +211,13 @@ class UnusedPrecisionOption(ScriptRule):
             )
 
     def _settings(self, script: Script) -> Iterator[Finding]:
-        """Precision flags in the settings of a file that trains, which nothing in it reads."""
+        """Precision flags, limits of the gradients and numbers of micro-batches in the settings of a file that trains, which nothing in it reads."""
         calls = script.outline.calls.keys()
         if not any(name == "backward" or name.endswith("Trainer") for name in calls) or calls & _BY_NAME:
             return
-        for node, what in unread_settings(script.outline, script.tree, script.source.text, _FIELD, _FLAG):
-            yield self.finding(
-                script.where(node),
-                f"{what}: the run is the same with and without it",
-                instead="use it for autocast, the scaler or the arguments of the trainer, or remove it",
-            )
+        for node, what, use in unread_settings(script.outline, script.tree, script.source.text, _settings_of(script)):
+            text = f"{what}: the run is the same with and without it"
+            yield self.finding(script.where(node), text, instead=f"{use}, or remove it")
 
     def _choices(self, script: Script) -> Iterator[Finding]:
         """Formats that an expression or a literal chooses for a variable which nothing reads, in a file that trains."""
@@ -241,6 +249,13 @@ class UnusedPrecisionOption(ScriptRule):
                 + " never read: the format that it chooses is not the one of the run",
                 instead=f"use `{key}` for autocast, the model or the trainer, or remove it",
             )
+
+    def _unanswered(self, script: Script) -> Iterator[Finding]:
+        """Settings that ask for bfloat16 in a file that trains and only knows float16."""
+        for node, name in unused_bf16(script) if "backward" in script.outline.calls else ():
+            text = f"`{name}` asks for bfloat16, and nothing in this file computes in it: only float16 enters autocast"
+            instead = "enter autocast with dtype=torch.bfloat16 as well, without the scaler"
+            yield self.finding(script.where(node), text, instead=instead)
 
     def _unread(self, script: Script) -> Iterator[Finding]:
         """Precision flags that a training function reads from its settings into a variable, and uses nowhere."""
@@ -369,9 +384,7 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _fields(self, script: Script) -> Iterator[Finding]:
         """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
-        if "HfArgumentParser" not in script.source.text:
-            return
-        nodes = all_nodes(script.tree)
+        nodes = all_nodes(script.tree) if "HfArgumentParser" in script.source.text else ()
         read = read_names(nodes)
         for field in dataclass_fields(nodes):
             name = field.target.id if isinstance(field.target, ast.Name) else ""

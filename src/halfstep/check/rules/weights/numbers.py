@@ -1,4 +1,4 @@
-"""HS155, HS165, HS167, HS179: reductions in 16 bits, queries for hardware support, fp8 everywhere, and NaN times zero."""
+"""HS155, HS167, HS179: queries for hardware support, fp8 everywhere, and NaN times zero."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.logits import in_autocast, with_autocast
 from halfstep.check.script.exercise import is_exercise
-from halfstep.check.script.objects.outputs import leaves_autocast
-from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -26,147 +24,6 @@ from torchao.float8 import convert_to_float8_training
 model = Transformer().cuda()
 convert_to_float8_training(model{filter})
 """
-_PRESERVES_DTYPE = {
-    "abs",
-    "norm",
-    "sum",
-    "mean",
-    "pow",
-    "square",
-    "sqrt",
-    "detach",
-    "cuda",
-    "max",
-    "min",
-    "clone",
-    "contiguous",
-}
-
-_KEEPS = {"numpy", "tolist", "item", "log", "append", "extend"}
-_SAME_VALUE = {"detach", "cpu", "float", "squeeze", "view", "reshape", "flatten", "data"}
-_REDUCTIONS = ("softmax", "log_softmax", "sum", "mean", "cumsum", "norm", "prod", "cumprod", "logsumexp", "var")
-
-
-class ReductionInHalf(ScriptRule):
-    """A softmax, sum or norm computes in float16."""
-
-    code = "HS165"
-    name = "reduction-in-half"
-    severity = "advice"
-    reason = (
-        "A float16 sum of ones stops growing at 2048 (2048 + 1 rounds to 2048), sums overflow beyond 65504, and a softmax over a "
-        "long row loses most of its small terms. Autocast runs these operations in float32 for that reason."
-    )
-    bad = (
-        "import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float16)\n",
-        "import torch\ntotal = x.sum(dim=1, dtype=torch.half)\n",
-        "import torch\np = scores.half().softmax(-1)\n",
-        "import torch\nnorm = torch.norm(grads.to(torch.float16))\n",
-    )
-    good = ("import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.float16)\n",)
-    references = ("https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Reductions with dtype=torch.float16, or of a value that was just cast to float16, outside autocast."""
-        for name in _REDUCTIONS:
-            for call, function in script.outline.calls.get(name, ()):
-                dtype = _dtype_argument(script, call)
-                formats = dtypes_of(script.outline, dtype, function) if dtype is not None else frozenset()
-                value = _reduced(script, call) if dtype is None else None
-                if value is not None and _is_half(script, value, function) and not in_autocast(script, call, function):
-                    formats = frozenset({"float16"})
-                if formats == {"float16"}:
-                    yield self.finding(
-                        script.where(call),
-                        f"`{name}` computes in float16: small terms are lost and sums overflow beyond 65504",
-                        instead="dtype=torch.float32, and cast the result",
-                    )
-                elif name == "softmax" and value is not None and script.autocasts and _is_kept(script, call, function):
-                    yield from self._check_exit(script, call, value, function)
-
-    def _check_exit(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
-        """A softmax after an autocast region of the logits that were computed in it."""
-        if with_autocast(script, call, function):
-            return
-        exit_ = leaves_autocast(script, value, function, call.lineno)
-        if exit_ is not None and exit_.formats == {"float16"}:
-            cause = exit_.cause.replace("this loss", "this softmax")
-            unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
-            yield self.finding(
-                script.where(call),
-                f"the probabilities are computed in float16{unless} ({cause}): they have three digits, and those below 6e-8 are zero",
-                instead="cast the logits with .float() before the softmax",
-            )
-
-
-def _is_kept(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether probabilities are used as numbers: stored or computed with, not ranked or compared with a threshold."""
-    parent = script.outline.parents.get(call)
-    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
-    if not isinstance(target, ast.Name):
-        return _is_number(script, call)
-    uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
-    return any(_is_number(script, n) for n in uses if n.lineno > call.lineno and isinstance(n.ctx, ast.Load))
-
-
-def _is_number(script: Script, node: ast.AST) -> bool:
-    """Whether a tensor is an operand, is appended to a list, or leaves torch: `confidence.cpu().numpy()`."""
-    parents = script.outline.parents
-    while isinstance(parent := parents.get(node), (ast.Attribute, ast.Subscript)) and parent.value is node:
-        call = parents.get(parent)
-        name = parent.attr if isinstance(parent, ast.Attribute) else ""
-        if name in _KEEPS:
-            return True
-        if name and (name not in _SAME_VALUE or not isinstance(call, ast.Call)):
-            return False
-        node = call if name and call is not None else parent
-    if isinstance(parent, ast.Call) and node in parent.args:
-        return text_of(parent.func).rsplit(".", 1)[-1] in _KEEPS
-    return isinstance(parent, (ast.BinOp, ast.AugAssign))
-
-
-def _dtype_argument(script: Script, call: ast.Call) -> ast.expr | None:
-    """The dtype of a reduction: a keyword, or the third argument of torch.softmax(x, dim, dtype)."""
-    third = call.args[2] if len(call.args) > 2 else None
-    if third is not None and script.outline.names.full(third) in DTYPES:
-        return third
-    return argument(call, None, "dtype")
-
-
-def _reduced(script: Script, call: ast.Call) -> ast.expr | None:
-    """What a reduction of torch reduces: the receiver of a method, or the first argument of a function."""
-    func = call.func
-    if script.outline.names.full(func).startswith("torch."):
-        return argument(call, 0, "input")
-    is_method = isinstance(func, ast.Attribute) and isinstance(func.value, (ast.Call, ast.Name))
-    return func.value if is_method and isinstance(func, ast.Attribute) else None
-
-
-def _is_half(script: Script, node: ast.expr, function: Function) -> bool:
-    """Whether a value is cast to float16 in the same expression, or by the assignment just before."""
-    name = node.id if isinstance(node, ast.Name) else ""
-    if name:
-        here = [b for b in script.outline.lookup(name, function) if b.function is function]
-        before = [b for b in here if getattr(b.node, "lineno", 0) < node.lineno]
-        last = before[-1] if before else None
-        if last is None or last.value is None or last.index is not None:
-            return False
-        # In a branch or a loop that does not contain the reduction, another assignment may be the last one.
-        if script.outline.parents.get(last.node) not in set(script.above(node)):
-            return False
-        node = last.value
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "half" and not node.args:
-            return True
-        if node.func.attr in {"to", "type"}:
-            values = (*node.args, *(k.value for k in node.keywords if k.arg == "dtype"))
-            return any(dtypes_of(script.outline, value, function) == {"float16"} for value in values)
-        if node.func.attr not in _PRESERVES_DTYPE:
-            return False
-        node = node.func.value
-    return False
-
-
 _RECORDS = regex(
     r"(^|[._])(print|info|debug|warning|log|dump|dumps|(write|save|dump)_(json|yaml|metadata|manifest|report))$"
 )
@@ -379,4 +236,4 @@ def _tested(test: ast.expr, name: str) -> bool:
     return False
 
 
-RULES: tuple[type[Rule], ...] = (NanTimesZero, ReductionInHalf, EmulatedBf16, Fp8EveryLayer)
+RULES: tuple[type[Rule], ...] = (NanTimesZero, EmulatedBf16, Fp8EveryLayer)

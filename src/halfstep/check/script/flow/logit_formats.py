@@ -34,6 +34,11 @@ MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 _HEADS = frozenset({"lm_head", "output_head"})
+# Methods and outputs of models such as CLIP, in the dtype of their weights.
+_EMBEDS = frozenset({"get_image_features", "get_text_features", "get_audio_features", "encode_image", "encode_text"})
+_OUTPUTS = frozenset({"logits", "logits_per_image", "logits_per_text", "image_embeds", "text_embeds"})
+_PRODUCTS = frozenset({"torch.matmul", "torch.mm", "torch.bmm", "torch.nn.functional.linear"})
+_SCALE = regex(r"(^|[._])logit_scale(\.exp\(\))?$")
 _CREATED = {"load", "checkpoint", "constructor"}  # how a language model comes into a script
 _LANGUAGE_MODEL = regex(r"(ForCausalLM|LMHeadModel|ModelLM)(\.\w+)?$")
 # A cast there is for something else than training.
@@ -50,8 +55,16 @@ def logit_formats(
         depth -= 1
         if isinstance(node, ast.Subscript) and _is_part(node):
             node = node.value
-        elif isinstance(node, ast.BinOp) and (operand := keeps_format(node)) is not None:
+        elif isinstance(node, ast.BinOp) and (operand := keeps_format(node) or _unscaled(node)) is not None:
             node = operand
+        elif (factors := _factors(outline, node)) is not None:
+            # A product raises where its factors differ in dtype, so that one of them decides.
+            options = [logit_formats(script, factor, function, line, depth) for factor in factors]
+            return options[0] or options[1]
+        elif isinstance(node, ast.Call) and outline.names.full(node.func) == "torch.nn.functional.normalize":
+            if not node.args:
+                break
+            node = node.args[0]
         elif (inner := selected(outline, node)) is not None:
             node = inner
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -60,14 +73,16 @@ def logit_formats(
                 return formats
             if key_of(node.func.value) == "self" and (formats := _layer_formats(script, node, function)):
                 return formats
-            if node.func.attr in _HEADS:
+            if node.func.attr in _HEADS | _EMBEDS:
                 return _head_formats(script, node, node.func.value, function)
             if node.func.attr not in RESHAPES and not is_move(outline, node, function):
                 return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
             node = node.func.value
         elif isinstance(node, ast.Call):
             return _called_formats(script, node, function) or _returned_formats(script, node, function, None, depth)
-        elif isinstance(node, ast.Attribute) and node.attr == "logits":
+        elif isinstance(node, ast.Attribute) and node.attr in {"T", "mT"}:
+            node = node.value
+        elif isinstance(node, ast.Attribute) and node.attr in _OUTPUTS:
             return _output_formats(script, node.value, function, line)
         elif isinstance(node, ast.Subscript) and constant(node.slice) in ("logits", 0):
             # `outputs["logits"]`; without labels the logits are also the first of what transformers returns.
@@ -85,6 +100,26 @@ def logit_formats(
         passed = [logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
         return passed[0] if passed and all(p == passed[0] for p in passed) else _NOTHING
     return _NOTHING
+
+
+def _factors(outline: Outline, node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    """The two factors of a matrix product: `image @ text.t()`, `torch.matmul(image, text.T)`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return node.left, node.right
+    is_product = isinstance(node, ast.Call) and outline.names.full(node.func) in _PRODUCTS
+    return (node.args[0], node.args[1]) if isinstance(node, ast.Call) and is_product and len(node.args) > 1 else None
+
+
+def _unscaled(node: ast.BinOp) -> ast.expr | None:
+    """What a division by its own norm, or the scale of a model such as CLIP, leaves in its format: `x / x.norm(dim=-1)`."""
+    left, right = text_of(node.left), text_of(node.right)
+    if isinstance(node.op, ast.Div) and right.startswith(
+        (f"{left}.norm(", f"torch.norm({left}", f"torch.linalg.norm({left}")
+    ):
+        return node.left
+    if isinstance(node.op, ast.Mult):
+        return node.right if _SCALE.search(left) else node.left if _SCALE.search(right) else None
+    return None
 
 
 def _is_part(node: ast.Subscript) -> bool:

@@ -31,7 +31,7 @@ MAX_SOURCES = 6  # branches that assign one variable
 RESHAPES = frozenset({
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone",
     "gather", "index_select", "masked_select", "narrow", "expand", "masked_fill", "clamp", "clip", "nan_to_num", "movedim",
-    "repeat", "repeat_interleave", "roll", "cpu", "chunk", "split", "unbind",
+    "repeat", "repeat_interleave", "roll", "cpu", "chunk", "split", "unbind", "t",
 })  # fmt: skip
 _PARTS = {"chunk", "split", "unbind"}  # methods that return a tuple of parts of one tensor
 _TEMPERATURE = regex(r"(^|[._])(\w+_)?(temperature|temp|tau|T)$")

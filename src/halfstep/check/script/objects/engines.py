@@ -27,7 +27,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
-    "ACCELERATE", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "leaves_loss",
+    "ACCELERATE", "ACCELERATORS", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "leaves_loss",
     "lightning_methods", "loop_class", "prepared_for", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
 ]  # fmt: skip
 
@@ -39,6 +39,7 @@ _CREATED_BY = {
     "lightning.fabric.Fabric": FABRIC,
     "lightning_fabric.Fabric": FABRIC,
 }
+ACCELERATORS = tuple(name for name, library in _CREATED_BY.items() if library == ACCELERATE)
 _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
@@ -195,8 +196,7 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
     # One that only an option creates, `plugin = None` otherwise, is absent in the other runs.
     plugins = {k.arg for k in call.keywords if not may_be_none(outline, k.value, function)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
-    precision = _precision(outline, value, function, absent="?")
-    return Engine(library, key, precision, steps, plugin, function=function)
+    return Engine(library, key, _precision(outline, value, function, absent="?"), steps, plugin, function=function)
 
 
 def _accumulation_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:

@@ -143,6 +143,10 @@ def _exit_of(script: Script, source: Source, function: Function, depth: int) -> 
         return None
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations)
     is_matmul = is_product(script, node, function)
+    if target is not None and target.name != "__init__" and not creations:
+        # `forward_batch(model, x)`, which returns what a model does.
+        called = [key_of(v.func) if isinstance(v, ast.Call) else "" for v in returned_by(target)]
+        model = called[-1] if called and all(map(MODEL_NAME.search, called)) else model
     if not MODEL_NAME.search(model) and not is_matmul:
         return None
     certain |= is_matmul

@@ -8,42 +8,77 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.unread import is_unread, last_of, read_names
 
-__all__ = ["unread_settings"]
+__all__ = ["Settings", "unread_settings"]
 
+_PRECISION_USE = "use it for autocast, the scaler or the arguments of the trainer"
 FEW = 5  # fields; with fewer, a file may as well only create the object
 _SETTINGS = regex(
     r"^(cfg|conf|config|args|hparams?|hyper_?param\w*|params|settings?|opts?|options)$|(config|cfg|_settings|_args)$",
     re.IGNORECASE,
 )
+_STEPS = regex(r"clip_|accum|(train|optim\w*)_(step|batch|epoch|one|loop)|^(train|fit)$", re.IGNORECASE)
 _COMMANDS = {"command", "option", "argument", "pass_context"}  # decorators of click and typer
-_WHOLE = {"asdict", "astuple", "vars", "fields", "__dict__"}
+_WHOLE = {"asdict", "astuple", "vars", "__dict__"}
+# The limit of the gradient norm, and the number of micro-batches of a step.
+_CLIP = regex(
+    r"(use_|enable_)?((max_)?grad(ient)?s?_?(norm_)?(clip|clipping|max)(_(max_)?(norm|val|value|threshold))?"
+    r"|(clip|max)_?grad(ient)?s?(_(norm|val|value))?|clip_norm)"
+)
+_ACCUMULATION = regex(
+    r"(num_|n_)?(grad(ient)?s?_?acc(um|umulation|umulate)?(_(steps?|iters?|batches))?"
+    r"|accum(ulation|ulate)?_(steps?|iters?|grad(s|_batches)?))"
+)
 
-Unread = Iterator[tuple[ast.AST, str]]
+Unread = Iterator[tuple[ast.AST, str, str]]
 
 
-def unread_settings(
-    outline: Outline, tree: ast.Module, text: str, field: re.Pattern[str], flag: re.Pattern[str]
-) -> Unread:
-    """The settings with a name of a pattern that are never read, each with what is wrong with it."""
+@dataclass(frozen=True)
+class Settings:
+    """The names of settings that decide the precision, and whether the file steps an optimizer, so that it clips and accumulates."""
+
+    field: re.Pattern[str]
+    flag: re.Pattern[str]
+    has_steps: bool
+
+    def use_of_field(self, name: str, value: ast.expr | None) -> str:
+        """What should use a field or a key of this name; empty for one of something else."""
+        return _PRECISION_USE if self.field.fullmatch(name.lower()) else self.use_in_step(name, value)
+
+    def use_in_step(self, name: str, value: ast.expr | None) -> str:
+        """What should use a limit of the gradients, or a number of micro-batches; empty where its value asks for neither."""
+        number = value.value if self.has_steps and isinstance(value, ast.Constant) else None
+        if not isinstance(number, bool | int | float) or not number:
+            return ""
+        if _CLIP.fullmatch(name.lower()):
+            return "use it for clip_grad_norm_"
+        is_accumulation = number > 1 and _ACCUMULATION.fullmatch(name.lower())
+        return "step the optimizer once in this many micro-batches" if is_accumulation else ""
+
+
+def unread_settings(outline: Outline, tree: ast.Module, text: str, settings: Settings) -> Unread:
+    """The settings that are never read, each with what is wrong with it and what should use it."""
     nodes = all_nodes(tree)
     named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Dict | ast.Assign)]
     if named:
         read = read_names(nodes)
-        yield from _fields(outline, tree, text, field, read)
-        yield from _keys(tree, text, field)
-    yield from _constants(outline, tree, text, flag)
-    yield from _commands(outline, text, flag)
+        if settings.has_steps and _passes_on(outline):
+            settings = replace(settings, has_steps=False)
+        yield from _fields(outline, tree, text, settings, read)
+        yield from _keys(tree, text, settings)
+    yield from _constants(outline, tree, text, settings)
+    yield from _commands(outline, text, settings.flag)
 
 
-def _fields(outline: Outline, tree: ast.Module, text: str, field: re.Pattern[str], read: set[str]) -> Unread:
+def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, read: set[str]) -> Unread:
     """Fields of a dataclass, and attributes of a class of settings, `class CFG:`, in the file that reads nearly all of the others."""
-    if outline.calls.keys() & _WHOLE or ".__dict__" in text:
+    if outline.calls.keys() & _WHOLE or ".__dict__" in text or _reads_any(outline):
         return
     for node in all_statements(tree):
         if not isinstance(node, ast.ClassDef) or node.bases:
@@ -58,11 +93,30 @@ def _fields(outline: Outline, tree: ast.Module, text: str, field: re.Pattern[str
         for name, statement in fields.items():
             # By the text as well: the tree has the default of a field in the place of `config.bf16`.
             written = re.search(rf"[.\"']{name}\b", text)
-            if name not in read and written is None and field.fullmatch(name):
-                yield (
-                    statement,
-                    f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`",
-                )
+            use = settings.use_of_field(name, getattr(statement, "value", None))
+            if name not in read and written is None and use:
+                what = f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`"
+                yield statement, what, use
+
+
+def _passes_on(outline: Outline) -> bool:
+    """Whether a function of another file that clips or steps gets the settings as a whole: `clip_gradients(model, config)`."""
+    for name, sites in outline.calls.items():
+        for call, function in sites if _STEPS.search(name) else ():
+            values = [*call.args, *(k.value for k in call.keywords)]
+            is_passed = any(isinstance(v, ast.Name | ast.Attribute) and _SETTINGS.search(last_of(v)) for v in values)
+            if is_passed and outline.call_target(call, function) is None:
+                return True
+    return False
+
+
+def _reads_any(outline: Outline) -> bool:
+    """Whether `getattr(config, name)` may read every field; those of modules, `getattr(torch, config.dtype)`, read none."""
+    for call, _ in outline.calls.get("getattr", ()):
+        is_computed = len(call.args) > 1 and not isinstance(call.args[1], ast.Constant)
+        if is_computed and not outline.names.full(call.args[0]):
+            return True
+    return False
 
 
 def _is_setting(statement: ast.stmt) -> bool:
@@ -75,22 +129,25 @@ def _assigned(statement: ast.stmt) -> list[str]:
     return [t.id for t in targets if isinstance(t, ast.Name)]
 
 
-def _keys(tree: ast.Module, text: str, field: re.Pattern[str]) -> Unread:
+def _keys(tree: ast.Module, text: str, settings: Settings) -> Unread:
     """Keys of a dictionary of settings that the file reads by the other keys, and passes nowhere as a whole."""
     for statement in tree.body:
         table = statement.value if isinstance(statement, ast.Assign) else None
         names = _assigned(statement)
         if not isinstance(table, ast.Dict) or len(names) != 1 or not _SETTINGS.search(names[0]):
             continue
-        keys = {k.value: k for k in table.keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+        items = list(zip(table.keys, table.values, strict=True))
+        keys = {k.value: (k, v) for k, v in items if isinstance(k, ast.Constant) and isinstance(k.value, str)}
         rest = text.replace("\\", "")
         num_read = sum(_is_written(rest, key) > 1 for key in keys)
         uses = re.findall(rf"\b{names[0]}\b(?!\s*=[^=])(.?)", text)
         if num_read < max(FEW, len(keys) * 2 / 3) or len(keys) < len(table.keys) or set(uses) - {"["}:
             continue
-        for key, node in keys.items():
-            if _is_written(rest, key) == 1 and field.fullmatch(key):
-                yield node, f"`{key}` is never read in this file, which reads {num_read} other keys of `{names[0]}`"
+        for key, (node, value) in keys.items():
+            use = settings.use_of_field(key, value)
+            if use and _is_written(rest, key) == 1:
+                what = f"`{key}` is never read in this file, which reads {num_read} other keys of `{names[0]}`"
+                yield node, what, use
 
 
 def _is_written(text: str, key: str) -> int:
@@ -98,17 +155,19 @@ def _is_written(text: str, key: str) -> int:
     return len(re.findall(rf"[\"']{re.escape(key)}[\"']", text))
 
 
-def _constants(outline: Outline, tree: ast.Module, text: str, flag: re.Pattern[str]) -> Unread:
-    """Switches at the top of a file that trains when it runs: `USE_AMP = True`."""
+def _constants(outline: Outline, tree: ast.Module, text: str, settings: Settings) -> Unread:
+    """Switches and numbers at the top of a file that trains when it runs: `USE_AMP = True`, `MAX_GRAD_NORM = 1.0`."""
     if "backward" not in outline.calls or not re.search(r"__main__|^(for|with|while) |^main\(", text, re.MULTILINE):
         return
     for statement in tree.body:
         value = statement.value if isinstance(statement, ast.Assign) else None
-        if not isinstance(value, ast.Constant) or not isinstance(value.value, bool):
+        if not isinstance(value, ast.Constant):
             continue
         for name in _assigned(statement):
-            if flag.fullmatch(name.lower()) and len(re.findall(rf"\b{name}\b", text)) == 1:
-                yield statement, f"`{name}` is assigned and never read"
+            is_switch = isinstance(value.value, bool) and settings.flag.fullmatch(name.lower())
+            use = _PRECISION_USE if is_switch else settings.use_in_step(name, value)
+            if use and len(re.findall(rf"\b{name}\b", text)) == 1:
+                yield statement, f"`{name}` is assigned and never read", use
 
 
 def _commands(outline: Outline, text: str, flag: re.Pattern[str]) -> Unread:
@@ -132,7 +191,8 @@ def _commands(outline: Outline, text: str, flag: re.Pattern[str]) -> Unread:
             continue
         for argument in _arguments(function):
             if flag.fullmatch(argument.arg) and is_unread(text, function, argument.arg):
-                yield argument, f"the option `--{argument.arg.replace('_', '-')}` of `{function.name}` is never read"
+                what = f"the option `--{argument.arg.replace('_', '-')}` of `{function.name}` is never read"
+                yield argument, what, _PRECISION_USE
 
 
 def _arguments(function: Function) -> list[ast.arg]:
