@@ -70,9 +70,9 @@ def test_a_function_that_has_the_name_of_a_relevant_one_is_not_its_caller():
 def test_the_constructors_of_a_relevant_method_are_those_of_its_class_and_its_bases():
     """A method reads attributes that the constructor of a base sets; a class without a relevant method has no such reader."""
     text = (
-        "class Base:\n    def __init__(self, cfg):\n        self.cfg = cfg\n"
+        "class Base:\n    def __init__(self, rate):\n        self.rate = rate\n"
         "class Trainer(Base):\n    def fit(self):\n        loss.backward()\n"
-        "class Other:\n    def __init__(self, cfg):\n        self.cfg = cfg\n"
+        "class Other:\n    def __init__(self, rate):\n        self.rate = rate\n"
     )
     tree = ast.parse(text)
     base, trainer, _ = tree.body

@@ -26,9 +26,10 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import is_configured
 
-__all__ = ["Item", "Jump", "read_flow"]
+__all__ = ["MODEL_NAME", "Item", "Jump", "read_flow"]
 
 MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
+MODEL_NAME = regex(r"model|^net(work)?$")
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = regex(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
 _ABOUT_OPTIMIZER = regex(r"file|path|name|type|class|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
@@ -373,7 +374,7 @@ class _Walk:
         last = key.rsplit(".", 1)[-1].lower()
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
-        is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
+        is_model = bool(MODEL_NAME.search(last)) and not _ABOUT_MODEL.search(last)
         # `best_model_weights = copy.deepcopy(model.state_dict())` has tensors of the same model.
         is_model = is_model and not any(_is_state(argument) for argument in (value, *value.args))
         is_optimizer = kind == "optimizer" and not _ABOUT_OPTIMIZER.search(last)

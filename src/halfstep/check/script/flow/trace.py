@@ -13,9 +13,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
-from halfstep.check.script.flow.flow import Item, Jump, read_flow
+from halfstep.check.script.flow.flow import MODEL_NAME, Item, Jump, read_flow
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.syntax.children import statements_in
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Trace", "read_traces"]
@@ -35,7 +37,7 @@ def read_traces(outline: Outline) -> tuple[Trace, ...]:
     """Every root's trace that has any event, the module's first."""
     recogniser = Recogniser(outline)
     flows = {
-        f: [] if f.node in outline.unread else read_flow(outline, recogniser, f)
+        f: [] if f.node in outline.unread and not _creates(f) else read_flow(outline, recogniser, f)
         for f in (outline.module, *outline.functions)
     }
     called = {item.target for items in flows.values() for item in items if isinstance(item, Jump)}
@@ -49,6 +51,12 @@ def read_traces(outline: Outline) -> tuple[Trace, ...]:
         if is_root and sum(map(len, traces)) < MAX_IN_ALL:
             traces.append(_Follow(flows, followed).run(function))
     return tuple(trace for trace in traces if trace)
+
+
+def _creates(function: Function) -> bool:
+    """Whether a function assigns a new object to a variable that may be a model: the one event without a word of its own."""
+    assigned = (s for s in statements_in(function.node) if isinstance(s, ast.Assign) and isinstance(s.value, ast.Call))
+    return any(MODEL_NAME.search(last_name(key_of(target)).lower()) for s in assigned for target in s.targets)
 
 
 def _spawned(outline: Outline) -> set[Function]:

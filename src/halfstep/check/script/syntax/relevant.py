@@ -21,13 +21,15 @@ from halfstep.check.script.syntax.words import words_in
 __all__ = ["NO_WORDS", "RuleWords", "relevant_functions", "shortest"]
 
 # The words that most relevant functions contain; half of the text remains to be searched for the others.
-_FREQUENT = ("dtype", "optim", "no_grad", "from_pretrained", "state_dict", "scale", "parameters(")
+_FREQUENT = ("dtype", "optim", "no_grad", "from_pretrained", "state_dict", "scale", "self.config =", "parameters(")
 _WORDS = (
     *_FREQUENT, "backward", ".step(", "zero_grad", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16",
     "precision", "mixed", "clip_grad", ".grad", "inference_mode", "set_default", "masked_fill",
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "cross_entropy", "requires_grad",
     "peft", "Lora", "lora_",
+    # A constructor that stores the settings: `self.cfg.dtype` of another method, or another object, leads to it.
+    "self.cfg =", "self.conf =", "self.args =", "self.hparams =", "self.opt =",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = regex(r"amp(?<![A-Za-z]amp)")
