@@ -276,6 +276,27 @@ def test_scaler_of_each_fold(variable, count):
     assert len(reported(text, "HS121")) == count
 
 
+@pytest.mark.parametrize(
+    ("made", "count"),
+    [
+        ("model_input = torch.cat([x, noise], dim=1)", 1),
+        ("model_view = torch.stack(views)", 1),
+        ("model_mask = torch.nn.functional.pad(mask, (1, 1))", 1),
+        ("model_pred = unet(noisy, steps)", 1),
+        ("model = Net()", 0),
+        ("model = torch.compile(Net())", 0),
+        ("model = torch.load(path)", 0),
+        ("model_b = torch.nn.Linear(4, 4)", 0),
+        ("model = torch.nn.Sequential(Net(), head)", 0),
+    ],
+)
+def test_scaler_of_each_model(made, count):
+    """A scaler for each new model is right; tensors and outputs whose names begin with `model` are no models."""
+    text = "import torch\nfor epoch in range(5):\n" + indented(made + "\n")
+    text += indented(LOOP.format(body=SCALED + STEP))
+    assert len(reported(text, "HS121")) == count
+
+
 RESUME = """\
 from copy import deepcopy
 scaler = GradScaler()

@@ -161,7 +161,7 @@ def train(loader, optimizer):
         scaler.update()
 def validate(loader):
     {region}
-        tta_model = Wrapper(net)
+        tta_model = Wrapper(net, scales=[1, 2])
         for x in loader:
             tta_model(x)
 for epoch in range(9):

@@ -169,7 +169,7 @@ def test_methods_and_other_models(model, name, data, call, expected):
 def test_prompts_and_dummies_are_not_validation(validation):
     """A few texts of the script itself, and a forward for its output's shape."""
     assert reported(TRAINED.format(before="", after=validation)) == []
-    real = validation.replace("['a', 'b']", "load()").replace("dummy_input", "valid[0]")
+    real = validation.replace("['a', 'b']", "load()").replace("dummy_input).shape", "valid[0])")
     assert reported(TRAINED.format(before="", after=real)) != []
 
 
@@ -246,10 +246,14 @@ def main():
         ("probe = torch.zeros(1, 3, 8, 8).to(device)\n        out = model(probe)", []),
         ("out = model(torch.rand(2, 4))", []),
         ("probe = torch.zeros(1, 3) + x\n        out = model(probe)", [14]),
+        ("out = model(x)\n        print('shape', out.shape, out.dtype)", []),
+        ("width = model(x).size(-1)", []),
+        ("out = model(x)\n        print(out.shape, out.mean())", [13]),
+        ("out = model(x)\n        width = out.shape[1]\n        loss = loss_fn(out, y)", [13]),
     ],
 )
 def test_pictures_metrics_and_made_up_inputs_are_no_validation(forward, lines):
-    """A batch that is drawn, a metric that is called a model, and inputs that only show a shape need no autocast."""
+    """A batch that is drawn, a metric that is called a model, and inputs and results that only show a shape need no autocast."""
     assert reported(LOOKED.format(forward=forward)) == lines
 
 

@@ -14,7 +14,7 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
 from halfstep.check.script.flow.phases import is_drawn, is_preview, is_probe, only_in_training
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.validations import named_validations, old_probabilities
+from halfstep.check.script.flow.validations import hands_out, named_validations, old_probabilities
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
 from halfstep.check.script.objects.values import autocasts_of, text_of
@@ -365,6 +365,7 @@ def _is_own(script: Script, function: Function, name: str) -> bool:
     if "." in name or isinstance(function.node, ast.Module) or name in function.params:
         return False
     bound = [b for b in script.outline.lookup(name, function) if b.function is function]
+    bound = [b for b in bound if not hands_out(script, b.value, function)]
     return bool(bound) and all(isinstance(b.value, ast.Call) and not _wraps(b.value) for b in bound)
 
 

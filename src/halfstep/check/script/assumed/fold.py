@@ -30,6 +30,7 @@ Plain = str | bool | int | float | None
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _BLOCKS = ("body", "orelse", "finalbody")
+MAX_STEPS = 4  # of a value that is passed from function to function
 _AVAILABLE = "torch.cuda.is_available"
 _READ = {"Accelerator", "is_available", "mixed_precision"}  # what is read in the same way for every setting
 
@@ -99,7 +100,16 @@ class _Folder(ast.NodeTransformer):
             self._tidy(node)
             return node
         self.changed = True
+        self._settle_none(node.orelse if value else node.body)
         return self._chosen(node, node.body if value else node.orelse)
+
+    def _settle_none(self, dropped: list[ast.stmt]) -> None:
+        """Settle a None that nothing replaces any more: `scaler = None` above `if args.amp: scaler = GradScaler()`."""
+        assigned = (n for statement in dropped for n in ast.walk(statement) if isinstance(n, ast.Assign))
+        for key in {key_of(target) for assign in assigned for target in assign.targets}:
+            for binding in self.outline.bindings.get(key, ()):
+                if isinstance(binding.value, ast.Constant) and binding.value.value is None:
+                    self.settled.add(binding.value)
 
     def _chosen(self, node: ast.stmt, body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements of the branch that runs."""
@@ -142,8 +152,21 @@ class _Folder(ast.NodeTransformer):
         if node in self.settled:
             return True
         if isinstance(node, (ast.Name, ast.Attribute)):
-            return self._may_be_settled(node) and self.constants.literal(node, self.function) in self.settled
+            is_literal = self._may_be_settled(node) and self.constants.literal(node, self.function) in self.settled
+            return is_literal or self._is_none(node)
         return any(self._is_settled(child) for child in ast.iter_child_nodes(node))
+
+    def _is_none(self, node: ast.Name | ast.Attribute) -> bool:
+        """Whether the setting leaves a variable None: `scaler = GradScaler() if args.amp else None`."""
+        if not self._may_be_settled(node):
+            return False
+        source = self.constants.source(node, self.function)
+        for _ in range(MAX_STEPS):
+            if source is None or source[0] in self.settled:
+                break
+            source = self.constants.source(*source)
+        value = source[0] if source is not None and source[0] in self.settled else None
+        return isinstance(value, ast.Constant) and value.value is None
 
     def _may_be_settled(self, node: ast.Name | ast.Attribute) -> bool:
         return (node.id if isinstance(node, ast.Name) else node.attr) in self.names
@@ -268,7 +291,9 @@ class _Folder(ast.NodeTransformer):
             return (full,)
         is_variable = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
         literal = self.constants.literal(node, self.function) if is_variable else None
-        return self._value(literal) if literal is not None and literal is not node else OPEN
+        if literal is not None and literal is not node:
+            return self._value(literal)
+        return None if isinstance(node, (ast.Name, ast.Attribute)) and self._is_none(node) else OPEN
 
 
 def _settled_names(outline: Outline, settled: set[ast.AST]) -> set[str]:

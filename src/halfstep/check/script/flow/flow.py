@@ -31,7 +31,10 @@ __all__ = ["MODEL_NAME", "Item", "Jump", "read_flow"]
 MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
 MODEL_NAME = regex(r"model|^net(work)?$")
 # Names that contain "model" without being one: model_path, model_state.
-_ABOUT_MODEL = regex(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_ABOUT_MODEL = regex(
+    r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param|input|pred|device"
+)
+_TENSOR = regex(r"torch\.(?!(load|compile)$)[a-z]\w*$|torch\.nn\.functional\.\w+$")  # functions that return one
 _ABOUT_OPTIMIZER = regex(r"file|path|name|type|class|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
 # Calls that only store the function they receive, or run it at another time.
 _LATER = regex(
@@ -377,6 +380,7 @@ class _Walk:
         is_model = bool(MODEL_NAME.search(last)) and not _ABOUT_MODEL.search(last)
         # `best_model_weights = copy.deepcopy(model.state_dict())` has tensors of the same model.
         is_model = is_model and not any(_is_state(argument) for argument in (value, *value.args))
+        is_model = is_model and not _TENSOR.search(self.outline.names.full(value.func))
         is_optimizer = kind == "optimizer" and not _ABOUT_OPTIMIZER.search(last)
         if fresh and (is_optimizer or is_model):
             event = "set_optimizer" if is_optimizer else "set_model"

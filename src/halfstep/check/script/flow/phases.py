@@ -32,6 +32,16 @@ _PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
+_FORM = {
+    "shape",
+    "size",
+    "ndim",
+    "dim",
+    "numel",
+    "dtype",
+    "device",
+    "is_cuda",
+}  # what a tensor says of itself, not its values
 _MOVES = {"to", "cuda", "half", "float", "type"}
 # What validation does with its results; pictures are none.
 _MEASURES = regex(r"(^|[._])(append|item|update)$|loss|criterion|metric|accuracy|score", re.IGNORECASE)
@@ -177,13 +187,28 @@ def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:
 
 
 def is_probe(script: Script, event: Event) -> bool:
-    """Whether a forward measures nothing: its result is dropped, or its inputs are made up: `model(torch.zeros(1, 3, size, size))`."""
+    """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up, `model(torch.zeros(1, 3))`."""
     if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
         return True
     is_dropped = isinstance(script.outline.parents.get(event.node), ast.Expr)
     if is_dropped and key_of(event.node.func) == event.local.subject:
         return True  # a warm-up, or an update of the model's own state; a method such as `validation_step` logs
+    if _is_form_only(script, event.node, event.function):
+        return True
     return bool(event.node.args) and all(_is_made_up(script, value, event.function) for value in event.node.args)
+
+
+def _is_form_only(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether nothing reads the values of a result: `out = model(x)` before `print(out.shape)`."""
+    parent = script.outline.parents.get(call)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in _FORM
+    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+    if not isinstance(target, ast.Name):
+        return False
+    names = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+    above = [script.outline.parents.get(n) for n in names]
+    return bool(names) and all(isinstance(a, ast.Attribute) and a.attr in _FORM for a in above)
 
 
 def _is_made_up(script: Script, value: ast.expr, function: Function, depth: int = 2) -> bool:

@@ -18,7 +18,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["named_validations", "old_probabilities"]
+__all__ = ["hands_out", "named_validations", "old_probabilities"]
 
 _VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
 _ASIDE = regex(
@@ -238,3 +238,20 @@ def _is_called_in_region(script: Script, function: Function) -> bool:
             if function.name in {last_name(key_of(func)) for func in calls}:
                 return True
     return False
+
+
+def hands_out(script: Script, value: ast.expr | None, function: Function) -> bool:
+    """Whether a call returns what its object has and creates nothing: `self.part("g")`, with `return getattr(self.model, name)`."""
+    target = script.outline.call_target(value, function) if isinstance(value, ast.Call) else None
+    if target is None or not target.method:
+        return False
+    nodes = list(ast.walk(target.node))
+    bound = {key_of(t): n.value for n in nodes if isinstance(n, ast.Assign) for t in n.targets}
+    returned = [n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None]
+    return bool(returned) and all(_is_held(bound.get(key_of(r).removesuffix(".module"), r)) for r in returned)
+
+
+def _is_held(value: ast.expr) -> bool:
+    """Whether a value is an attribute of the object, or a part of one."""
+    is_read = isinstance(value, ast.Call) and key_of(value.func) == "getattr" and bool(value.args)
+    return key_of(value.args[0] if is_read and isinstance(value, ast.Call) else value).startswith("self.")

@@ -158,13 +158,12 @@ class Constants:
         return None
 
     def _attribute(self, node: ast.Attribute, function: Function) -> Scoped | None:
-        """`self.fp16`, set once in its class, or `Config.fp16` and `cfg.fp16` with `cfg = Config()`, from the body of the class."""
+        """`self.fp16`, set once in its class or a base of it, or `Config.fp16` and `cfg.fp16` with `cfg = Config()`, from the body of the class."""
         key, owner = key_of(node), key_of(node.value)
         if not self._may_be_set(node.attr, key):
             return None
         if owner == "self" and function.cls:
-            own = [b for b in self.outline.bindings.get(key, ()) if b.function.cls == function.cls]
-            if own:
+            if own := self._assigned(key, function.cls):
                 return self._bound(own[0]) if len(own) == 1 and self._is_plain(own[0]) else None
             if (result := self._property(function.cls, node.attr)) is not None:
                 return result
@@ -177,6 +176,13 @@ class Constants:
         entries = self._namespace(*made) if made is not None else None
         is_fixed = owner and key not in self.outline.bindings and not self._is_changed(owner)
         return entries.get(node.attr) if entries is not None and is_fixed else None
+
+    def _assigned(self, key: str, cls: str, depth: int = MAX_DEPTH) -> list[Binding]:
+        """The assignments of an attribute in a class, or in the nearest of its bases that has any."""
+        own = [b for b in self.outline.bindings.get(key, ()) if b.function.cls == cls]
+        for base in self.outline.bases.get(cls, ()) if depth else ():
+            own = own or self._assigned(key, key_of(base), depth - 1)
+        return own
 
     def _may_be_set(self, name: str, key: str) -> bool:
         """Whether anything in the file sets an attribute of this name; nothing does for most, and where objects come from takes long."""
