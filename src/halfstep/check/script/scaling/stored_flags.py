@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import constant
+from halfstep.check.script.objects.values import Autocast, Scaler, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import Function
 
@@ -22,7 +22,8 @@ def shadowed_flags(
     The attribute has other values only as a default, nothing in the file reads it, and the class extends nothing but a module of torch,
     which has no such attribute.
     """
-    switches = [*(a for a in script.autocasts if not in_no_grad(script, a.node)), *script.scalers]
+    regions = [a for a in script.autocasts if not in_no_grad(script, a.node)]
+    switches: list[Autocast | Scaler] = [*regions, *script.scalers]
     outline = script.outline
     for key, bindings in outline.bindings.items() if switches else ():
         name = key.removeprefix("self.")
