@@ -183,3 +183,39 @@ def test_a_scaler_waits_for_the_window_of_accumulate(options, expected):
     """HS107: `scaler.step` of a scaler that Accelerate does not own unscales on every micro-batch of a prepared optimizer."""
     reported = findings(PREPARED.format(**{**SCALED, **options}), "HS107")
     assert [f.severity for f in reported] == expected
+
+
+HANDED = """\
+import torch
+from accelerate import Accelerator
+{created}
+accelerator = Accelerator({options})
+scaler = GradScaler("cuda")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    accelerator.backward({loss})
+    {unscale}
+    norms.append(sum(p.grad.norm() for p in model.parameters()))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+SCALER = "from torch.amp import GradScaler"
+
+
+@pytest.mark.parametrize(
+    ("created", "options", "loss", "unscale", "expected"),
+    [
+        (SCALER, "", "scaler.scale(loss)", "pass", [11]),
+        ("from utils import GradScaler", "mixed_precision='bf16'", "scaler.scale(loss)", "pass", [11]),
+        (SCALER, "", "scaler.scale(loss)", "if clip: scaler.unscale_(optimizer)", [11]),
+        (SCALER, "", "scaler.scale(loss)", "scaler.unscale_(optimizer)", []),
+        ("from utils import GradScaler", "mixed_precision='bf16'", "loss", "pass", []),
+        (SCALER, "mixed_precision='bf16'", "weights.scale(loss)", "pass", []),  # something else than the scaler
+    ],
+)
+def test_an_accelerator_is_passed_a_scaled_loss(created, options, loss, unscale, expected):
+    """HS110: `accelerator.backward(scaler.scale(loss))` leaves scaled gradients like `scaler.scale(loss).backward()`."""
+    text = HANDED.format(created=created, options=options, loss=loss, unscale=unscale)
+    assert [f.line for f in findings(text, "HS110")] == expected
