@@ -166,3 +166,41 @@ def test_torch_under_another_name_is_fixed_in_place():
     text = "import torch as th\nscaler = th.cuda.amp.GradScaler()\n"
     (finding,) = findings(text, "HS190")
     assert 'th.amp.GradScaler("cuda")' in apply(text, finding.fix)
+
+
+UNSET = """\
+import torch
+def train(args, model, loader, use_fp16):
+    {lines}
+    return scaler
+"""
+IF = "if {test}:\n        scaler = torch.amp.GradScaler('cuda')\n    {other}:\n        scaler = torch.cuda.amp.GradScaler(enabled=use_fp16)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (IF.format(test="use_fp16 and hasattr(torch.amp, 'GradScaler')", other="else"), [6]),
+        (IF.format(test="hasattr(torch, 'amp') and hasattr(torch.amp, 'GradScaler') and args.fp16", other="else"), [6]),
+        (
+            "scaler = torch.amp.GradScaler('cuda') if args.fp16 and hasattr(torch.amp, 'GradScaler')"
+            " else torch.cuda.amp.GradScaler(enabled=False)",
+            [3],
+        ),
+        (IF.format(test="hasattr(torch, 'amp') and hasattr(torch.amp, 'GradScaler')", other="else"), []),
+        (IF.format(test="use_fp16 and hasattr(torch.amp, 'GradScaler')", other="elif use_fp16"), []),
+        (
+            "has_new = hasattr(torch.amp, 'GradScaler')\n    "
+            + IF.format(test="has_new and TORCH_VERSION >= (2, 3)", other="else"),
+            [],
+        ),
+        (
+            "has_new = hasattr(torch.amp, 'GradScaler')\n    "
+            + IF.format(test="has_new and hasattr(torch, 'amp')", other="else"),
+            [],
+        ),
+    ],
+)
+def test_a_setting_that_is_off_reaches_the_fallback_in_every_version(lines, expected):
+    """HS190 reports the `else` of `fp16 and hasattr(torch.amp, ...)`: without fp16 a new torch warns there too."""
+    assert [f.line for f in findings(UNSET.format(lines=lines), "HS190")] == expected

@@ -180,3 +180,19 @@ def test_unscale_of_a_class(scaled, unscale, divide, expected):
     """Only a class that scales and divides elsewhere promises what its empty method does not do."""
     text = OWN.format(name="Scaler", scaled=scaled, unscale=unscale, divide=divide)
     assert lines(text, "HS602") == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("bool(args.amp and torch.cuda.is_available())", [11]),
+        ("bool(args.mixed and device.type == 'cuda')", [11]),
+        ("args.amp and torch.cuda.is_available()", [11]),
+        ("bool(torch.cuda.is_available())", []),
+        ("bool(torch.cuda.is_available() and device.type == 'cuda')", []),
+    ],
+)
+def test_an_option_and_the_hardware_decide(flag, expected):
+    """On one machine the option still chooses between the two runs; what the hardware alone decides stays the same."""
+    text = resumed(enabled="use_amp").replace("    scaler = torch", f"    use_amp = {flag}\n    scaler = torch", 1)
+    assert lines(text, "HS601") == expected

@@ -72,3 +72,75 @@ STEP = "    scaler.step(optimizer)\n    scaler.update()"
 def test_a_batch_may_lose_all_its_chunks(end, step, expected):
     """HS115 reports the step after a loop over chunks whose handler skips the backward, unless the chunks are counted."""
     assert [f.line for f in findings(CHUNKS.format(end=end, step=step), "HS115")] == expected
+
+
+FALLBACK = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+def train_by_hand(model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        {unscale}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+CALLED = """\
+def main(model, optimizer, loader):
+    try:
+        Trainer(model).fit(loader)
+    except ImportError:
+        train_by_hand(model, optimizer, loader)
+main(model, optimizer, loader)
+"""
+IN_PLACE = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+def main(model, optimizer, loader):
+    try:
+        return Trainer(model).fit(loader)
+    except TypeError:
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(x), y)
+            scaler.scale(loss).backward()
+            {unscale}
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+"""
+RETRY = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    try:
+        train(x, y)
+    except RuntimeError:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        {unscale}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "unscale", "expected"),
+    [
+        (FALLBACK + CALLED, "", [10]),
+        (FALLBACK + CALLED, "scaler.unscale_(optimizer)", []),
+        (IN_PLACE, "", [13]),
+        (IN_PLACE, "scaler.unscale_(optimizer)", []),
+        (RETRY, "", []),
+    ],
+)
+def test_a_training_loop_in_a_handler_is_a_loop(text, unscale, expected):
+    """HS104 judges a loop that runs where the Trainer is missing; what a handler does in an iteration is left alone."""
+    assert [f.line for f in findings(text.format(unscale=unscale), "HS104")] == expected

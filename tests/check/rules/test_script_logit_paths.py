@@ -430,3 +430,41 @@ LOSS = "        loss = loss_of(model, ids)"
 def test_one_of_two_training_loops_has_no_region(forward, call, expected):
     """HS154 reports a loss that one loop computes under autocast and another one, which the file runs, without."""
     assert [f.line for f in findings(TWO_LOOPS.format(forward=forward, call=call), "HS154")] == expected
+
+
+PREFERENCES = """\
+def log_probs(logits, labels):
+    {cast}shifted = logits[:, :-1, :]
+    return F.log_softmax(shifted, dim=-1).gather(2, labels).sum()
+def compare(policy_model, ref_model, batch):
+    chosen = policy_model(input_ids=batch).logits
+    {context}
+        reference = ref_model(input_ids=batch).logits
+    return log_probs(chosen, batch) - log_probs(reference, batch)
+def train(loader):
+    policy = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.{policy})
+    ref = AutoModelForCausalLM.from_pretrained("gpt2", torch_dtype=torch.{ref})
+    optimizer = torch.optim.AdamW(policy.parameters())
+    for batch in loader:
+        compare(policy, ref, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "ref", "context", "cast", "expected"),
+    [
+        ("bfloat16", "float32", "with torch.no_grad():", "", [(6, "warning")]),
+        ("bfloat16", "float32", "with torch.inference_mode():", "", [(6, "warning")]),
+        ("bfloat16", "bfloat16", "with torch.no_grad():", "", [(6, "warning")]),
+        ("float32", "bfloat16", "with torch.no_grad():", "", []),
+        ("bfloat16", "float32", "with torch.no_grad():", "logits = logits.float()\n    ", []),
+        ("bfloat16", "float32", "if True:", "", []),  # one of the two formats, which the text does not decide
+    ],
+)
+def test_a_reference_without_gradients_does_not_decide_the_format(policy, ref, context, cast, expected):
+    """One function computes the log-probabilities of both models: those of the policy are in its own format."""
+    text = IMPORTS + PREFERENCES.format(policy=policy, ref=ref, context=context, cast=cast)
+    assert places(text) == expected

@@ -129,3 +129,93 @@ def test_division_that_only_unreachable_code_reads(division, reads, expected):
     """A quotient that only code under `if False` reads does not divide the loss of the micro-batches."""
     text = DIVIDED_FOR_NOTHING.format(division=division, reads=reads)
     assert [f.line for f in findings(text, "HS180")] == expected
+
+
+PREPARED = """\
+import torch
+from accelerate import Accelerator
+{created}
+def main(cfg, model, loader):
+    accelerator = Accelerator(mixed_precision="bf16"{steps})
+    {scaler}
+    {prepare}
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(scaler.scale(loss_fn(model(x), y)))
+            {guard}
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+"""
+OWN = 'scaler = torch.amp.GradScaler("cuda")'
+PREPARE = "model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), loader)"
+SCALED = {
+    "created": "",
+    "steps": ", gradient_accumulation_steps=4",
+    "scaler": OWN,
+    "prepare": PREPARE,
+    "guard": "if True:",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["error"]),
+        ({"steps": ", gradient_accumulation_steps=cfg.accum"}, ["warning"]),
+        ({"prepare": "optimizer, schedule = make_optimizer(cfg, model, accelerator)"}, ["error"]),
+        (
+            {
+                "created": "from utils import GradScaler",
+                "scaler": "scaler = GradScaler('cuda') if cfg.fp16 else None",
+                "guard": "if scaler is not None:",
+            },
+            ["error"],
+        ),
+        ({"guard": "if accelerator.sync_gradients:"}, []),
+        ({"steps": ""}, []),
+        ({"steps": ", gradient_accumulation_steps=1"}, []),
+        ({"scaler": "scaler = torch.amp.GradScaler('cuda', enabled=False)"}, []),
+        ({"prepare": "optimizer = torch.optim.SGD(model.parameters(), lr=1.0)"}, []),  # steps every micro-batch
+    ],
+)
+def test_a_scaler_waits_for_the_window_of_accumulate(options, expected):
+    """HS107: `scaler.step` of a scaler that Accelerate does not own unscales on every micro-batch of a prepared optimizer."""
+    reported = findings(PREPARED.format(**{**SCALED, **options}), "HS107")
+    assert [f.severity for f in reported] == expected
+
+
+HANDED = """\
+import torch
+from accelerate import Accelerator
+{created}
+accelerator = Accelerator({options})
+scaler = GradScaler("cuda")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    accelerator.backward({loss})
+    {unscale}
+    norms.append(sum(p.grad.norm() for p in model.parameters()))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+SCALER = "from torch.amp import GradScaler"
+
+
+@pytest.mark.parametrize(
+    ("created", "options", "loss", "unscale", "expected"),
+    [
+        (SCALER, "", "scaler.scale(loss)", "pass", [11]),
+        ("from utils import GradScaler", "mixed_precision='bf16'", "scaler.scale(loss)", "pass", [11]),
+        (SCALER, "", "scaler.scale(loss)", "if clip: scaler.unscale_(optimizer)", [11]),
+        (SCALER, "", "scaler.scale(loss)", "scaler.unscale_(optimizer)", []),
+        ("from utils import GradScaler", "mixed_precision='bf16'", "loss", "pass", []),
+        (SCALER, "mixed_precision='bf16'", "weights.scale(loss)", "pass", []),  # something else than the scaler
+    ],
+)
+def test_an_accelerator_is_passed_a_scaled_loss(created, options, loss, unscale, expected):
+    """HS110: `accelerator.backward(scaler.scale(loss))` leaves scaled gradients like `scaler.scale(loss).backward()`."""
+    text = HANDED.format(created=created, options=options, loss=loss, unscale=unscale)
+    assert [f.line for f in findings(text, "HS110")] == expected

@@ -208,6 +208,30 @@ def test_other_fp16_settings_are_silent(text):
     assert findings(text, "HS287") == []
 
 
+AMP_WRAPPER = "optim_wrapper = dict(type='AmpOptimWrapper', optimizer=o{dtype})\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AMP_WRAPPER.format(dtype="") + "val_cfg = dict(type='ValLoop')\ntest_cfg = dict(type='TestLoop')\n", [2]),
+        ("optim_wrapper = {'type': AmpOptimWrapper, 'optimizer': o}\nval_cfg = {'type': 'mmengine.ValLoop'}\n", [2]),
+        (AMP_WRAPPER.format(dtype=", dtype='float16'") + "val_cfg = dict(type=ValLoop)\n", [2]),
+        (AMP_WRAPPER.format(dtype="") + "val_cfg = dict(type='ValLoop', fp16=True)\n", []),
+        (AMP_WRAPPER.format(dtype="") + "val_cfg = dict(type='ValLoop', **options)\n", []),
+        (AMP_WRAPPER.format(dtype=", dtype='bfloat16'") + "val_cfg = dict(type='ValLoop')\n", []),
+        (AMP_WRAPPER.format(dtype="") + "val_cfg = dict(type='HalfValLoop')\n", []),
+        (AMP_WRAPPER.format(dtype="") + "val_cfg = None\n", []),
+        (AMP_WRAPPER.format(dtype=""), []),  # inherited
+        ("optim_wrapper = dict(type='OptimWrapper', optimizer=o)\nval_cfg = dict(type='ValLoop')\n", []),
+        ("_base_ = ['a.py']\noptim_wrapper = dict(optimizer=o)\nval_cfg = dict(type='ValLoop')\n", []),
+    ],
+)
+def test_validation_of_mmengine_is_in_float32_by_default(text, expected):
+    """HS149 reports `val_cfg` where the file sets both, training in float16 and a loop that does not ask for fp16."""
+    assert [f.line for f in findings(text, "HS149")] == expected
+
+
 APEX = """\
 import argparse, torch
 from apex import amp

@@ -643,3 +643,38 @@ for x, y in loader:
 def test_a_second_scaler_next_to_an_accelerator(options, enabled, expected):
     """A GradScaler that steps a prepared optimizer conflicts with the scaler of an Accelerator in fp16."""
     assert [f.severity for f in findings(SECOND.format(options=options, enabled=enabled), "HS131")] == expected
+
+
+WORKER = """\
+import torch
+from accelerate import Accelerator
+class Worker{base}:
+    def __init__(self, model, amp=True, precision="fp16"):
+        self.model = model
+        self.accelerator = Accelerator(mixed_precision=precision if amp else "no")
+        {optimizer}
+    def train(self, loader):
+        for x, y in loader:
+            self.opt.zero_grad()
+            loss = loss_fn(self.model(x), y)
+            self.accelerator.backward(loss)
+            self.opt.step()
+"""
+OPTIMIZER = "self.opt = torch.optim.Adam(model.parameters())"
+
+
+@pytest.mark.parametrize(
+    ("base", "optimizer", "expected"),
+    [
+        ("", OPTIMIZER, ["HS198:warning"]),
+        ("(object)", f"if hasattr(self, 'model'): {OPTIMIZER}", ["HS198:warning"]),
+        ("(Base)", OPTIMIZER, []),  # may prepare both
+        ("", f"{OPTIMIZER}\n        self.model, self.opt = self.accelerator.prepare(model, self.opt)", []),
+        ("", f"{OPTIMIZER}\n        wrap(self)", []),
+        ("", f"{OPTIMIZER}\n        self.model, self.opt = wrap(self.accelerator, model, self.opt)", []),
+        ("", "self.opt = model.optimizer", []),
+    ],
+)
+def test_a_class_with_its_own_accelerator_prepares_its_optimizer(base, optimizer, expected):
+    """A class that creates an Accelerator with an option for fp16 and an optimizer, and prepares nothing, steps scaled gradients."""
+    assert reported(WORKER.format(base=base, optimizer=optimizer)) == expected

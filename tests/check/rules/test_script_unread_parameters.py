@@ -128,3 +128,53 @@ def test_a_setting_that_is_read_into_a_variable_and_not_used(value):
 def test_an_unused_variable_that_is_no_setting(value):
     """An element of a list, a query or a constant asks for nothing."""
     assert findings(SETTINGS.format(value=value, rest=""), "HS139") == []
+
+
+COMPILED = """\
+import torch
+from torch import nn
+from base import Base
+
+class Net({base}):
+    def __init__(self):
+        super().__init__()
+        self.use_amp = False
+
+    def compile(self, optimizer, use_amp=False):
+        self.optimizer = optimizer
+        self.use_amp = {stored}
+
+    def train_epoch(self, loader, use_amp=True):
+        use_amp = use_amp and torch.cuda.is_available()
+        scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16, enabled={enabled}):
+                loss = loss_fn(self(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def fit(self, loader, epochs, use_amp={default}):
+        for epoch in range(epochs):
+            self.train_epoch(loader, use_amp=use_amp)
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "stored", "enabled", "default", "expected"),
+    [
+        ("nn.Module", "use_amp", "use_amp", "False", [10]),
+        ("object", "use_amp", "use_amp", "True", [10]),
+        ("torch.nn.Module", "use_amp", "use_amp", "False", [10]),
+        ("Base", "use_amp", "use_amp", "False", []),  # may read it
+        ("nn.Module", "use_amp", "self.use_amp", "False", []),
+        ("nn.Module", "use_amp and torch.cuda.is_available()", "use_amp", "False", []),  # kept out: no plain copy
+        ("nn.Module", "use_amp", "getattr(self, 'use_amp')", "False", []),
+    ],
+)
+def test_a_parameter_that_is_only_stored(base, stored, enabled, default, expected):
+    """HS139 where a method stores the flag, nothing reads the attribute, and training has a parameter of its own."""
+    text = COMPILED.format(base=base, stored=stored, enabled=enabled, default=default)
+    assert [f.line for f in findings(text, "HS139")] == expected
+    assert findings(f"{text}net = Net()\nnet.fit(loader, 1, use_amp=net.use_amp)\n", "HS139") == []

@@ -1,4 +1,4 @@
-"""Rules for the values of a DeepSpeed configuration: quoted numbers, unresolved "auto", duplicates, non-strict JSON."""
+"""Rules for the values of a DeepSpeed configuration: quoted numbers, batch sizes, unresolved "auto", duplicates, non-strict JSON."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ _NUMERIC = regex(
     r"accumulat|batch_size|learning_rate|^lr$|eps|betas|weight_decay|enabled",
     re.IGNORECASE,
 )
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OMEGACONF = {"llamafactory", "torchtune", "verl"}  # the tools that read their files with OmegaConf
 
 
@@ -319,6 +320,55 @@ class LooseJsonWithAuto(DeepSpeedRule):
         return Fix("Remove the trailing commas", tuple(sorted(edits)))
 
 
+class BatchSizesDisagree(DeepSpeedRule):
+    """The batch sizes are not positive, or inconsistent for any number of GPUs."""
+
+    code = "HS238"
+    name = "batch-sizes-disagree"
+    severity = "error"
+    reason = (
+        "DeepSpeed asserts that `train_batch_size` equals `train_micro_batch_size_per_gpu` times "
+        "`gradient_accumulation_steps` times the number of ranks. If it is not a multiple of the first two, no number "
+        "of ranks satisfies that. It also asserts that each of them is greater than 0: a 0 is not a default. An integration "
+        'that fills in "auto" does not replace a 0 either.'
+    )
+    bad = (
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',
+        '{"train_batch_size": 0, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
+        '{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": -1, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
+    )
+    good = (
+        '{"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',
+        '{"train_batch_size": "auto", "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
+        '{"train_batch_size": 8, "gradient_accumulation_steps": null, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
+    )
+    references = (
+        _DOCS + "#batch-size-related-parameters",
+        "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises AssertionError, and ZeroDivisionError where it divides by a 0",
+    )
+
+    def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
+        """Compare each size with 0, then the total with the product."""
+        sizes = [(key, config.number(key)) for key in _SIZES]
+        low = [(key, size) for key, size in sizes if size is not None and size <= 0]
+        for key, size in low:
+            message = f"`{key}` is {size:g}; DeepSpeed asserts that it is greater than 0."
+            yield self.at(config, (key,), message, instead="Write the size, or remove the key.")
+        (_, total), (_, micro), (_, steps) = sizes
+        is_set = config.value("gradient_accumulation_steps") is not None
+        if low or total is None or micro is None or (steps is None and is_set):
+            return
+        product = micro * (steps or 1)
+        if total % product != 0:
+            yield self.at(
+                config,
+                ("train_batch_size",),
+                f"`train_batch_size` {total:g} is not a multiple of {product:g} ({micro:g} per GPU x {steps or 1:g} "
+                "accumulation steps).",
+                instead="Remove one of the three; DeepSpeed computes it.",
+            )
+
+
 def _number(text: str) -> float | int | None:
     try:
         return int(text)
@@ -331,4 +381,11 @@ def _number(text: str) -> float | int | None:
     return value if math.isfinite(value) else None
 
 
-RULES: tuple[type[Rule], ...] = (DuplicateKey, QuotedNumber, BlockExpected, AutoWithoutTransformers, LooseJsonWithAuto)
+RULES: tuple[type[Rule], ...] = (
+    DuplicateKey,
+    QuotedNumber,
+    BlockExpected,
+    AutoWithoutTransformers,
+    LooseJsonWithAuto,
+    BatchSizesDisagree,
+)

@@ -1,4 +1,4 @@
-"""Rules for ZeRO, offloading, gradient averaging, clipping and batch sizes in a DeepSpeed configuration."""
+"""Rules for ZeRO, offloading, gradient averaging and clipping in a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -245,42 +245,6 @@ class StageOutOfRange(DeepSpeedRule):
             yield self.at(config, ("zero_optimization", "stage"), message, instead="Use a stage from 0 to 3.")
 
 
-class BatchSizesDisagree(DeepSpeedRule):
-    """The three batch sizes are inconsistent for any number of GPUs."""
-
-    code = "HS238"
-    name = "batch-sizes-disagree"
-    severity = "error"
-    reason = (
-        "DeepSpeed asserts that `train_batch_size` equals `train_micro_batch_size_per_gpu` times "
-        "`gradient_accumulation_steps` times the number of ranks. If it is not a multiple of the first two, no number "
-        "of ranks satisfies that."
-    )
-    bad = ('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
-    good = ('{"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
-    references = (
-        _DOCS + "#batch-size-related-parameters",
-        "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises AssertionError",
-    )
-
-    def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Compare the total with the product."""
-        total, micro = (config.number(k) for k in ("train_batch_size", "train_micro_batch_size_per_gpu"))
-        steps = config.number("gradient_accumulation_steps")
-        is_set = config.value("gradient_accumulation_steps") is not None
-        if total is None or micro is None or (steps is None and is_set):
-            return
-        product = micro * (steps or 1)
-        if product > 0 and total % product != 0:
-            yield self.at(
-                config,
-                ("train_batch_size",),
-                f"`train_batch_size` {total:g} is not a multiple of {product:g} ({micro:g} per GPU x {steps or 1:g} "
-                "accumulation steps).",
-                instead="Remove one of the three; DeepSpeed computes it.",
-            )
-
-
 class ClippingByDefault(DeepSpeedRule):
     """`gradient_clipping` is not set, and its default changed."""
 
@@ -390,7 +354,6 @@ RULES: tuple[type[Rule], ...] = (
     ParameterOffloadIgnored,
     QuantizedWeightsConflict,
     StageOutOfRange,
-    BatchSizesDisagree,
     ClippingByDefault,
     UnmanagedAccumulation,
 )

@@ -345,7 +345,8 @@ class NanFilter(TrainerRule):
     severity = "advice"
     reason = (
         "`logging_nan_inf_filter` (true by default) replaces a NaN or inf loss in the log with the average of the "
-        "other losses, so a diverged run looks healthy. In fp16, losses can overflow."
+        "other losses, so a diverged run looks healthy. In fp16, losses can overflow. The rule reports only an explicit "
+        "True; a run that leaves the default filters the log in the same way."
     )
     bad = (
         "from transformers import TrainingArguments\n\n"

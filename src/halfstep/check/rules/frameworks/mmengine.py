@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.values import constant
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import chain
+from halfstep.check.script.syntax.openmmlab import class_of, entries_of, inherits_settings, settings_of
 
 __all__ = ["RULES"]
 
@@ -46,38 +44,18 @@ class OldFp16Setting(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """A module that assigns both `optim_wrapper` without mixed precision and `fp16`."""
-        settings: dict[str, ast.Assign] = {}
-        for node in script.tree.body:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                settings[node.targets[0].id] = node
+        settings = settings_of(script.tree)
         if "fp16" not in settings or "optim_wrapper" not in settings:
             return
-        entries = _entries(settings["optim_wrapper"].value)
+        entries = entries_of(settings["optim_wrapper"].value)
         kind = entries.get("type")
-        inherits = "_base_" in settings or any(isinstance(n, ast.With) for n in script.tree.body)  # read_base()
-        plain = _name(kind) == "OptimWrapper" if kind is not None else not inherits
-        if entries and plain and "loss_scale" in _entries(settings["fp16"].value):
+        plain = class_of(kind) == "OptimWrapper" if kind is not None else not inherits_settings(script.tree)
+        if entries and plain and "loss_scale" in entries_of(settings["fp16"].value):
             yield self.finding(
                 script.where(settings["fp16"]),
                 "MMEngine ignores `fp16`: unless the run is started with --amp, it trains in float32",
                 instead="optim_wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', ...)",
             )
-
-
-def _entries(node: ast.expr) -> dict[str, ast.expr]:
-    """The entries of `dict(a=...)` or `{"a": ...}`; none if some of them are not written out."""
-    if isinstance(node, ast.Call) and chain(node.func) == ("dict",) and not node.args:
-        return {k.arg: k.value for k in node.keywords if k.arg} if all(k.arg for k in node.keywords) else {}
-    if isinstance(node, ast.Dict):
-        keys = [constant(key) for key in node.keys if key is not None]
-        return {str(k): v for k, v in zip(keys, node.values, strict=True)} if len(keys) == len(node.values) else {}
-    return {}
-
-
-def _name(node: ast.expr) -> str:
-    """The class that `type` names, by a string or by itself."""
-    value = constant(node)
-    return value.rpartition(".")[2] if isinstance(value, str) else (chain(node) or ("",))[-1]
 
 
 RULES: tuple[type[Rule], ...] = (OldFp16Setting,)

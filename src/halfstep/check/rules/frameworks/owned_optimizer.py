@@ -23,7 +23,7 @@ from halfstep.check.script.objects.engines import (
     scaling_accelerator,
 )
 from halfstep.check.script.objects.expressions import arguments_of, may_be_none
-from halfstep.check.script.objects.owners import list_of, prepared_if
+from halfstep.check.script.objects.owners import created_here, list_of, prepared_if
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
@@ -204,12 +204,10 @@ class OptimizerNotPrepared(TraceRule):
 
 
 def _is_local(script: Script, event: Event, engine: Engine) -> bool:
-    """Whether one function creates the engine, with an option for fp16, and the optimizer: nothing else can replace either."""
-    if scaling_accelerator(script) is None:
+    """Whether a script with an option for fp16 prepares nothing, and no other file can."""
+    if scaling_accelerator(script) is None or {"prepare", "setup"} & script.outline.calls.keys():
         return False
-    bound = script.outline.lookup(event.optimizer, event.function) if event.optimizer.isidentifier() else []
-    is_here = bool(bound) and all(b.function is event.function for b in bound)
-    return is_here and engine.function is event.function and not {"prepare", "setup"} & script.outline.calls.keys()
+    return created_here(script, event, engine.key, engine.function)
 
 
 def _is_raw(script: Script, value: ast.expr | None) -> bool:

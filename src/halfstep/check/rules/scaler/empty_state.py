@@ -161,10 +161,13 @@ def _is_optional(script: Script, scaler: Scaler) -> bool:
 
 
 def _tests(script: Script, scaler: Scaler) -> Iterator[ast.expr]:
-    """What must be true where a scaler is enabled, with the calls that variables are assigned."""
+    """What must be true where a scaler is enabled, with the calls that variables are assigned; each part of an `and` by itself."""
     for test, _ in tests_of(script, scaler):
         values = script.outline.values(key_of(test), scaler.function) if key_of(test) else []
-        yield from values or [test]
+        for value in values or [test]:
+            is_bool = isinstance(value, ast.Call) and text_of(value.func) == "bool" and len(value.args) == 1
+            asked = value.args[0] if is_bool and isinstance(value, ast.Call) else value
+            yield from asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
 
 
 def _is_checked(script: Script, load: Event) -> bool:

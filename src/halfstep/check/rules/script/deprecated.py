@@ -12,6 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.unbound import is_bound, unbound_names
 from halfstep.check.script.objects.expressions import options_of
+from halfstep.check.script.scaling.version_tests import is_by_device, runs_unset
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import Imported, chain
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -39,10 +40,6 @@ class _Use:
     name: ast.expr
     full: str
     call: ast.Call | None
-
-
-_DEVICE = regex(r"cuda|mps|xpu|npu|cpu|device|backend", re.IGNORECASE)
-_VERSION = regex(r"version|attr\(|callable|signature|amp|new|legacy|old|torch_?[0-9]|>=|<", re.IGNORECASE)
 
 
 class DeprecatedAmp(ScriptRule):
@@ -170,8 +167,8 @@ def _device_of(call: ast.Call) -> str:
 def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) -> bool:
     last = use.full.rsplit(".", 1)[-1]
     shared = next((around for around in _around(script, use.name) if (use.full, around) in modern), None)
-    if shared is not None and not _is_by_device(shared):
-        return True
+    if shared is not None and not is_by_device(shared):
+        return not runs_unset(script, shared, use.name)
     # `try: return amp.GradScaler("cuda") / except Exception: return torch.cuda.amp.GradScaler()`, wherever amp comes from
     tries = [around for around in _around(script, use.name) if isinstance(around, ast.Try)]
     tried = [node for around in tries for part in around.body for node in ast.walk(part)]
@@ -183,12 +180,6 @@ def _always_raises(call: ast.Call) -> bool:
     """Whether a call of GradScaler has an argument that it has in no version of torch: what handles it always runs."""
     names = {k.arg for k in call.keywords if k.arg is not None}
     return chain(call.func)[-1:] == ("GradScaler",) and not names <= SCALER_ARGUMENTS
-
-
-def _is_by_device(node: ast.AST) -> bool:
-    """Whether a branch chooses by the device, `if device.type == "cuda":`, and not by what the installed torch has."""
-    test = ast.unparse(node.test) if isinstance(node, ast.If | ast.IfExp) else ""
-    return _DEVICE.search(test) is not None and _VERSION.search(test) is None
 
 
 def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:

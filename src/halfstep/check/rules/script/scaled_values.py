@@ -26,7 +26,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.run_format import fp16_training
-from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.trace import Trace, with_own_scaler
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks, trains_in_fp16
 from halfstep.check.script.objects.tensors import SHOWS_GRADIENTS, is_gradient, reads_gradients
 from halfstep.check.script.objects.trainers import is_trainer
@@ -130,6 +130,7 @@ class ScaledGradientsRead(TraceRule):
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
+        trace = with_own_scaler(trace)
         event = trace[index]
         measured = measured_when(script, event) if event.kind == "clip" else ()
         if without_amp(event) or measured is None:

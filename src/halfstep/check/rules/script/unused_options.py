@@ -17,6 +17,7 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.scaling.stored_flags import shadowed_flags
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -120,8 +121,9 @@ class UnusedPrecisionOption(ScriptRule):
     reason = (
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
-        'parameter that a function overwrites, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters autocast), and '
-        "of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay what the code fixes."
+        'parameter that a function overwrites or only stores, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters '
+        "autocast), and of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay "
+        "what the code fixes."
     )
     bad = (
         _TRAINED.format(flag=""),
@@ -192,6 +194,12 @@ class UnusedPrecisionOption(ScriptRule):
         if not switches:
             return
         outline, read = script.outline, read_names(all_nodes(script.tree))
+        for parameter, function, other in shadowed_flags(script, _STORED, read):
+            yield self.finding(
+                script.where(parameter),
+                f"`{function.name}` only stores `{parameter.arg}`, and nothing reads it: `{other.name}` uses a parameter of its own",
+                instead=f"use self.{parameter.arg} in {other.name}, or remove the parameter here",
+            )
         for key, bindings in outline.bindings.items():
             name = key.removeprefix("self.")
             if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:

@@ -20,6 +20,7 @@ from halfstep.check.script.objects.modules import created_classes, regions_in_fo
 from halfstep.check.script.objects.values import autocasts_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.openmmlab import float32_validation
 from halfstep.check.script.syntax.outline import Binding, Function
 
 __all__ = ["RULES"]
@@ -102,7 +103,7 @@ class EvaluationWithoutAutocast(ScriptRule):
     severity = "advice"
     reason = (
         "Validation in float32 needs up to twice the time and memory of validation under autocast, and evaluates different arithmetic "
-        "than training uses. Validation needs autocast, but not the scaler."
+        "than training uses. Validation needs autocast, but not the scaler. MMEngine's `ValLoop` opens it only with fp16=True."
     )
     bad = (_TRAIN + "model.eval()\nwith torch.no_grad():\n    for x, y in valid:\n        out = model(x)\n",)
     good = (
@@ -113,6 +114,9 @@ class EvaluationWithoutAutocast(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
+        if "val_cfg" in script.source.text and (loop := float32_validation(script.tree)) is not None:
+            message = "validation runs in float32 (`ValLoop` has fp16=False by default), but training under autocast"
+            yield self.finding(script.where(loop), message, instead="val_cfg = dict(type='ValLoop', fp16=True)")
         in_traces = list(self._in_traces(script))
         if in_traces or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
             yield from in_traces
@@ -123,11 +127,8 @@ class EvaluationWithoutAutocast(ScriptRule):
             yield self._report(script, call, name, "; the ratio of their probabilities is not 1 for the same weights")
 
     def _report(self, script: Script, node: ast.AST, name: str, effect: str = "") -> Finding:
-        return self.finding(
-            script.where(node),
-            f"`{name}` runs in float32 here, but under autocast in training{effect}",
-            instead='with torch.no_grad(), torch.autocast("cuda", ...):',
-        )
+        message = f"`{name}` runs in float32 here, but under autocast in training{effect}"
+        return self.finding(script.where(node), message, instead='with torch.no_grad(), torch.autocast("cuda", ...):')
 
     def _in_traces(self, script: Script) -> Iterator[Finding]:
         forwards = [e for e in script.events("forward") if not _LOSS.search(e.local.subject)]

@@ -6,12 +6,13 @@ import ast
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Guard, is_accumulation
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, without_amp
+from halfstep.check.script.flow.event import Event, Guard, is_accumulation
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import window_of
-from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, prepared_for
+from halfstep.check.script.objects.expressions import arguments_of, options_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -89,7 +90,9 @@ class UpdateEveryMicroBatch(TraceRule):
     severity = "error"
     reason = (
         "`update()` on a micro-batch without a step raises AssertionError: No inf checks were recorded prior to update. "
-        "If it did change the scale, gradients with different scales would be added up in one window."
+        "If it did change the scale, gradients with different scales would be added up in one window. Inside `accelerator.accumulate` "
+        "the prepared optimizer steps only at the end of a window, but `step` of a separate scaler unscales on every micro-batch: the "
+        "gradients of the earlier ones are divided by the scale again and vanish."
     )
     bad = (
         _START
@@ -112,7 +115,7 @@ class UpdateEveryMicroBatch(TraceRule):
         if without_amp(event):
             return None
         if window is None:
-            return self._of_some(script, trace, index)
+            return self._in_accumulate(script, trace, index) or self._of_some(script, trace, index)
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
         if not all(any(g not in event.guards for g in e.accumulating) for e in unscales):
             return None  # an unscale_ each time records an inf check; HS106 reports it
@@ -121,6 +124,36 @@ class UpdateEveryMicroBatch(TraceRule):
             f"`{event.local.scaler}.update()` runs on every micro-batch, but the step of line {window.line(script)} runs only when "
             f"{window.ends}: update() without a step raises AssertionError",
             instead="move update() into the condition of the step",
+        )
+
+    def _in_accumulate(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a scaler of the script's own that steps and is updated on every micro-batch of `accelerator.accumulate`."""
+        event = trace[index]
+        steps = (
+            trace[i] for i in earlier(trace, index, "scaler_step", "owned_step") if trace[i].scaler == event.scaler
+        )
+        step = next(steps, None)
+        entered = [r.node for r in event.regions if isinstance(r.node, ast.Call)]
+        contexts = [c for c in entered if isinstance(c.func, ast.Attribute) and c.func.attr == "accumulate"]
+        if step is None or not contexts or not any(r.node is contexts[-1] for r in step.regions):
+            return None
+        owner = key_of(contexts[-1].func.value) if isinstance(contexts[-1].func, ast.Attribute) else ""
+        engine = engine_at(script, owner, event.function)
+        if engine is None or not engine.is_created or engine.library != ACCELERATE or engine.plugin:
+            return None
+        number = constant(engine.steps) if engine.steps is not None else 1
+        tests = [g for e in (step, event) for g in e.guards if "sync" in g.text or is_accumulation(g)]
+        if number == 1 or tests or switched_off(script, event) or not _is_scaler(script, event):
+            return None
+        if not _is_prepared(script, step, engine):
+            return None
+        scaler = event.local.scaler
+        return self.finding(
+            script.where(event.node),
+            f"`{scaler}.update()` runs on every micro-batch inside `{text_of(contexts[-1].func)}`: `{scaler}.step` unscales the sum each time, "
+            "but the prepared optimizer waits for the end of the window: earlier gradients are divided by the scale again",
+            instead=f"step and update only `if {owner}.sync_gradients`",
+            severity=None if isinstance(number, int) else "warning",
         )
 
     def _of_some(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -149,6 +182,22 @@ class UpdateEveryMicroBatch(TraceRule):
                     severity="warning",
                 )
         return None
+
+
+def _is_scaler(script: Script, event: Event) -> bool:
+    """Whether a variable is a GradScaler, of torch or of a module of the project's own."""
+    values = [part for v in script.outline.values(event.scaler, event.function) for part in options_of(v)]
+    return any(last_name(key_of(v.func)).endswith("GradScaler") for v in values if isinstance(v, ast.Call))
+
+
+def _is_prepared(script: Script, step: Event, engine: Engine) -> bool:
+    """Whether the optimizer of `scaler.step(optimizer)` went through `prepare`, here or in a function that is passed the Accelerator."""
+    value = argument(step.node, 0, "optimizer") if isinstance(step.node, ast.Call) else None
+    key = key_of(value)
+    if not key or last_name(key) in prepared_for(script, engine.library, step).names:
+        return bool(key)
+    made = [b.value for b in script.outline.lookup(key, step.function) if isinstance(b.value, ast.Call)]
+    return bool(made) and all(engine.name in {last_name(key_of(part)) for part in arguments_of(v)} for v in made)
 
 
 def _filter_of(value: ast.expr) -> str:

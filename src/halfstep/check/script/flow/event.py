@@ -9,6 +9,7 @@ are known to exclude each other without running anything.
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.values import Autocast
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation"]
+__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation", "is_fallback"]
 
 
 # A named tuple rather than a dataclass: loops are hashed and compared for every pair of events.
@@ -102,3 +103,16 @@ def is_accumulation(guard: Guard) -> bool:
 def compatible(a: Event, b: Event) -> bool:
     """Whether two events can happen in one pass: no condition on one contradicts a condition on the other."""
     return not a.guards or not b.guards or possible(a.guards, b.guards)
+
+
+def is_fallback(guard: Guard, event: Event) -> bool:
+    """Whether a condition is the handler around the whole training loop of an event: `except ImportError: train_by_hand(...)`.
+
+    Such a loop runs from its start to its end. A handler inside a loop runs after an exception in the middle of an iteration.
+    """
+    if not event.loops or not guard.text.startswith("except@"):
+        return False
+    node, line = event.function.node, int(guard.text.removeprefix("except@"))
+    first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", None) or sys.maxsize
+    own = [loop.line for loop in event.loops if first <= loop.line <= last]
+    return bool(own) and (not first <= line <= last or line < min(own))

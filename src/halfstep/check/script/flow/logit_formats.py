@@ -96,7 +96,7 @@ def logit_formats(
     if bindings:
         return _merged([_assigned_formats(script, b, function, depth) for b in bindings])
     if name in function.params:
-        sites = [(v, f) for v, f in passed_for(outline, name, function) if not in_no_grad(script, v)]
+        sites = [(v, f) for v, f in passed_for(outline, name, function) if not _without_gradients(script, v, f)]
         passed = [logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
         return passed[0] if passed and all(p == passed[0] for p in passed) else _NOTHING
     return _NOTHING
@@ -120,6 +120,16 @@ def _unscaled(node: ast.BinOp) -> ast.expr | None:
     if isinstance(node.op, ast.Mult):
         return node.right if _SCALE.search(left) else node.left if _SCALE.search(right) else None
     return None
+
+
+def _without_gradients(script: Script, value: ast.expr, function: Function) -> bool:
+    """Whether logits are passed, or were computed, where no gradients are: those of a reference, in its own format."""
+    key = key_of(value)
+    bindings = latest(script.outline, key, function, value.lineno) if key.isidentifier() else []
+    computed = [b.value for b in bindings]
+    return in_no_grad(script, value) or (
+        bool(computed) and all(v is not None and in_no_grad(script, v) for v in computed)
+    )
 
 
 def _is_part(node: ast.Subscript) -> bool:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import ScriptRule
-from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation, is_fallback
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Scaler, argument, make_scaler, text_of
 from halfstep.check.script.script import Script
@@ -319,8 +319,8 @@ def in_other_precision(script: Script, a: ast.AST, b: ast.AST) -> bool:
 
 
 def without_amp(event: Event) -> bool:
-    """Whether the conditions around an event mean that mixed precision is off, or that an exception was caught."""
-    return any(map(_excludes_amp, event.guards))
+    """Whether the conditions around an event mean that mixed precision is off, or that an exception was caught in the loop."""
+    return any(_excludes_amp(guard) and not is_fallback(guard, event) for guard in event.guards)
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["Trace", "read_traces"]
+__all__ = ["Trace", "read_traces", "with_own_scaler"]
 
 MAX_DEPTH = 8
 # A trace this long is generated code, or functions that all call each other; the events so far are still valid.
@@ -175,3 +175,24 @@ def _decided(regions: tuple[Region, ...], known: dict[str, bool]) -> tuple[Regio
 def _shift(regions: Iterable[Region], by: int) -> Iterator[Region]:
     for region in regions:
         yield dataclasses.replace(region, num_loops=region.num_loops + by) if by else region
+
+
+def with_own_scaler(trace: Trace) -> Trace:
+    """A trace with `accelerator.backward(scaler.scale(loss))` as a scaled backward, and with the steps of that scaler."""
+    own = {e.scaler for e in trace if e.kind == "update"} if any(e.kind == "owned_backward" for e in trace) else set()
+    scaled = {e: key for e in trace if own and e.kind == "owned_backward" and (key := _scale_of(e.node)) in own}
+    if not scaled:
+        return trace
+    backs = (
+        dataclasses.replace(e, kind="backward", scaler=scaled[e], scaled="yes") if e in scaled else e for e in trace
+    )
+    return tuple(
+        dataclasses.replace(e, kind="scaler_step") if e.kind == "owned_step" and e.scaler in own else e for e in backs
+    )
+
+
+def _scale_of(call: ast.AST) -> str:
+    """The scaler of `accelerator.backward(scaler.scale(loss))`; "" for any other call."""
+    value = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    func = value.func if isinstance(value, ast.Call) else None
+    return key_of(func.value) if isinstance(func, ast.Attribute) and func.attr == "scale" else ""

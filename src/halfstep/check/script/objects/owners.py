@@ -28,10 +28,12 @@ from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.unread import inherits
 
 __all__ = [
     "clipped_models",
     "clips_all",
+    "created_here",
     "have_same",
     "is_of_another",
     "left_scaled",
@@ -49,6 +51,7 @@ _LAUNCHED = regex(
 _OPTIMIZER = regex(r"_*(optim|optimizer|optimiser|opt)$")
 _TRAINABLE = regex(r"^[\w.]+\.(requires_grad|grad is not None)$")  # leaves out nothing that is clipped or stepped
 _CHANGES = ("backward", "owned_backward", "autograd_grad", "handed", "zero_grad", *STEPS)
+_READS = {"hasattr", "getattr", "isinstance", "super", "type", "print"}
 _LISTS = {"parameters", "named_parameters"}
 MAX_NAMES = 4  # variables on the way from an optimizer to the parameters of a model
 
@@ -145,6 +148,20 @@ def list_of(script: Script, event: Event) -> str:
     bound = script.outline.lookup(name, event.function) if name else []
     is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
     return name.rsplit(".", 1)[-1] if is_list else ""
+
+
+def created_here(script: Script, event: Event, engine: str, creator: Function | None) -> bool:
+    """Whether one function creates an engine and the optimizer of an event, or one class that has no base and passes the engine on to nothing."""
+    outline = script.outline
+    bound = outline.lookup(event.optimizer, event.function)
+    if event.optimizer.isidentifier():
+        return bool(bound) and all(b.function is event.function for b in bound) and creator is event.function
+    cls = event.function.cls
+    if not cls or creator is None or {creator.cls, *(b.function.cls for b in bound)} != {cls} or inherits(outline, cls):
+        return False
+    others = (sites for name, sites in outline.calls.items() if name not in _READS)
+    keys = (key_of(part) for sites in others for call, _ in sites for part in arguments_of(call))
+    return event.optimizer.startswith("self.") and bool(bound) and not {"self", engine} & set(keys)
 
 
 def prepared_if(script: Script, event: Event, owner: str) -> str:
