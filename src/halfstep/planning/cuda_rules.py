@@ -68,7 +68,9 @@ _lock = threading.RLock()
 def as_on_cuda() -> Iterator[None]:
     """Inside this block, CPU tensors of this process follow CUDA's paths through the dispatcher."""
     with _lock:
-        install("cpu", lean=True)  # before the lists change, because the Engine's rule is derived from them, and below this one
+        install(
+            "cpu", lean=True
+        )  # before the lists change, because the Engine's rule is derived from them, and below this one
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
         def register(name: str, function: Callable[..., Any], key: str) -> None:
