@@ -208,9 +208,12 @@ def _tests_of_norm(
             yield from _tests_of_norm(script, value, function, is_true=is_true, depth=depth - 1)
     elif (value := _plain_number(test)) is not test:
         yield from _tests_of_norm(script, value, function, is_true=is_true, depth=depth)
-    elif isinstance(test, ast.Call) and text_of(test.func) in _TESTS and test.args:
-        if _NORM.search(key_of(_plain_number(test.args[0]))):
-            yield text_of(test.func).rpartition(".")[2], is_true
+    elif isinstance(test, ast.Call) and text_of(test.func) in _TESTS and any(map(_is_norm, test.args)):
+        yield text_of(test.func).rpartition(".")[2], is_true
+
+
+def _is_norm(node: ast.expr) -> bool:
+    return bool(_NORM.search(key_of(_plain_number(node))))
 
 
 def _plain_number(node: ast.expr) -> ast.expr:
