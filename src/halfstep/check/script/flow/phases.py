@@ -32,6 +32,7 @@ _PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
+_SIZES = {"shape", "size", "ndim", "dim", "numel", "dtype", "device"}
 _MOVES = {"to", "cuda", "half", "float", "type"}
 # What validation does with its results; pictures are none.
 _MEASURES = regex(r"(^|[._])(append|item|update)$|loss|criterion|metric|accuracy|score", re.IGNORECASE)
@@ -177,13 +178,40 @@ def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:
 
 
 def is_probe(script: Script, event: Event) -> bool:
-    """Whether a forward measures nothing: its result is dropped, or its inputs are made up: `model(torch.zeros(1, 3, size, size))`."""
+    """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up."""
     if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
         return True
     is_dropped = isinstance(script.outline.parents.get(event.node), ast.Expr)
     if is_dropped and key_of(event.node.func) == event.local.subject:
         return True  # a warm-up, or an update of the model's own state; a method such as `validation_step` logs
+    if _is_only_sized(script, event.node, event.function):
+        return True
     return bool(event.node.args) and all(_is_made_up(script, value, event.function) for value in event.node.args)
+
+
+def _is_only_sized(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether nothing but the shape of a result is read: `out = model(x)` and `print(out.shape, out["mask"].shape)`."""
+    parents = script.outline.parents
+    statement = parents.get(call)
+    if not isinstance(statement, ast.Assign):
+        return _reads_size(parents, call)
+    names = {key_of(element) for target in statement.targets for element in getattr(target, "elts", [target])}
+    loads = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id in names and _is_load(n)]
+    return "" not in names and bool(loads) and all(_reads_size(parents, load) for load in loads)
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _reads_size(parents: dict[ast.AST, ast.AST], node: ast.AST) -> bool:
+    """Whether an expression is only the start of one that reads a shape: `out` of `out.logits.shape` and `out[0].size(1)`."""
+    parent = parents.get(node)
+    while isinstance(parent, ast.Attribute) or (isinstance(parent, ast.Subscript) and parent.value is node):
+        if isinstance(parent, ast.Attribute) and parent.attr in _SIZES:
+            return True
+        node, parent = parent, parents.get(parent)
+    return False
 
 
 def _is_made_up(script: Script, value: ast.expr, function: Function, depth: int = 2) -> bool:

@@ -29,7 +29,7 @@ from halfstep.check.script.syntax.excluded import is_never_equal
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outcome import outcome
 from halfstep.check.script.syntax.outline import Function, Outline
-from halfstep.check.script.syntax.returned import returned_to
+from halfstep.check.script.syntax.returned import is_never_created, returned_to
 from halfstep.check.script.syntax.scaler_class import scaler_class
 
 __all__ = [
@@ -108,15 +108,9 @@ def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> s
             return "yes" if values[0] else "no"
     if is_never_equal(outline, node, function):
         return "no"
-    is_enabled = value_of(node, lambda leaf: _absent(outline, leaf, function))
+    # `enabled=scaler is not None` where nothing creates the scaler
+    is_enabled = value_of(node, lambda leaf: None if is_never_created(outline, leaf, function) else OPEN)
     return text_of(node) if is_enabled is OPEN else "yes" if is_enabled else "no"
-
-
-def _absent(outline: Outline, node: ast.expr, function: Function) -> object:
-    """None for a variable that the file only ever sets to None, such as a scaler that is not created; OPEN for anything else."""
-    key = key_of(node)
-    values = outline.values(key, function) if key and key not in function.params else []
-    return None if values and all(constant(v) is None for v in values) else OPEN
 
 
 def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
