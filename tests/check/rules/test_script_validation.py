@@ -598,3 +598,58 @@ for epoch in range(9):
 def test_training_without_a_scaler_is_in_float32_too(passed, expected):
     """`enabled=scaler is not None` is off where every call leaves out the scaler."""
     assert reported(OFF.format(passed=passed)) == expected
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("# * Always sample in float32 for stability.", []),
+        ("# We validate in full precision, like the paper", []),
+        ("# No autocast here: the metric needs float32", []),
+        ("# score in float32", [11]),
+        ("# run the model, then compute the loss", [11]),
+    ],
+)
+def test_a_comment_says_that_validation_is_in_float32(comment, expected):
+    """What is in float32 by choice needs no advice; a comment about something else is no choice."""
+    after = f"with torch.no_grad():\n    {comment}\n    out = model(x)\n"
+    assert reported(TRAINED.format(before="", after=after)) == expected
+
+
+LOADED = """\
+import torch
+from transformers import AutoModelForCausalLM
+def load(path):
+    model = AutoModelForCausalLM.from_pretrained(path{dtype}).to(device)
+    return model, 0
+@torch.inference_mode()
+def evaluate(model, loader):
+    model.eval()
+    for batch in loader:
+        out = model.{method}(input_ids=batch)
+def train():
+    model, _ = load(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in train_loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(batch).loss
+        loss.backward()
+        optimizer.step()
+    evaluate(model, val_loader)
+train()
+evaluate(load(checkpoint)[0], val_loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "expected"),
+    [
+        (", dtype=torch.bfloat16", "generate", []),
+        (", torch_dtype=torch.float16", "predict", []),
+        (", dtype=torch.float32", "generate", [10]),
+        (", torch_dtype=torch.float32", "predict", [10]),
+    ],
+)
+def test_a_method_of_a_model_that_is_loaded_in_16_bits(dtype, method, expected):
+    """Weights of 16 bits compute in 16 bits without autocast too, also by `generate` in a function that receives the model."""
+    assert reported(LOADED.format(dtype=dtype, method=method)) == expected

@@ -11,6 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.flow.order import loops_around
+from halfstep.check.script.flow.validations import is_loaded_low
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
@@ -19,7 +20,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hooked_schedules", "is_drawn", "is_preview", "is_probe", "only_in_training"]
+__all__ = ["hooked_schedules", "is_drawn", "is_preview", "needs_no_region", "only_in_training"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
@@ -32,6 +33,12 @@ _PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
+# Comments on forwards; one about metrics or a loss, `compute the score in float32`, is about something else.
+_IN_FULL = regex(
+    r"#.*(\b(sampl|run|evaluat|validat|infer|forward|predict|generat|test)\w*\b[^.,;:]*\bin (float32|fp32|full precision)\b|"
+    r"\b(without|no) (autocast|amp)\b)",
+    re.IGNORECASE,
+)
 _SIZES = {"shape", "size", "ndim", "dim", "numel", "dtype", "device"}
 _MOVES = {"to", "cuda", "half", "float", "type"}
 # What validation does with its results; pictures are none.
@@ -177,7 +184,14 @@ def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:
     return bool(_PREDICTS.search(event.function.name)) and any(e.function.node in callers for e in validated)
 
 
-def is_probe(script: Script, event: Event) -> bool:
+def needs_no_region(script: Script, event: Event) -> bool:
+    """Whether a forward is right without autocast: it measures nothing, has weights of 16 bits, or is in float32 by choice."""
+    if _is_probe(script, event) or _is_full_by_choice(script, event):
+        return True
+    return isinstance(event.node, ast.Call) and is_loaded_low(script, event.node, event.local.subject, event.function)
+
+
+def _is_probe(script: Script, event: Event) -> bool:
     """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up."""
     if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
         return True
@@ -187,6 +201,15 @@ def is_probe(script: Script, event: Event) -> bool:
     if _is_only_sized(script, event.node, event.function):
         return True
     return bool(event.node.args) and all(_is_made_up(script, value, event.function) for value in event.node.args)
+
+
+def _is_full_by_choice(script: Script, event: Event) -> bool:
+    """Whether a comment above a forward, where gradients are off, says that it runs in float32: `# sample in float32 for stability`."""
+    region = event.inside("no_grad")
+    last = getattr(event.node, "lineno", 0)
+    first = getattr(region.node if region is not None else event.function.node, "lineno", last)
+    lines = script.source.text.splitlines()[max(0, first - 3) : last] if first <= last else []
+    return any(map(_IN_FULL.search, lines))
 
 
 def _is_only_sized(script: Script, call: ast.Call, function: Function) -> bool:
