@@ -242,3 +242,45 @@ class Warmup:
 def test_batches_that_are_left_out_do_not_excuse_the_schedule(unless, expected):
     """An iteration without data counts too, but so does one that the scaler skips."""
     assert reported(TRAINED_IN_METHOD.format(unless=unless)) == expected
+
+
+TESTED_NORM = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=99)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    {flag}
+    if {test}:
+        optimizer.zero_grad()
+        scaler.update()
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "test", "expected"),
+    [
+        ("is_finite = bool(torch.isfinite(grad_norm).item())", "not is_finite", []),
+        ("is_finite = math.isfinite(float(grad_norm))", "not is_finite", []),
+        ("is_bad = torch.isnan(grad_norm) or torch.isinf(grad_norm)", "is_bad", []),
+        ("is_bad = not torch.isfinite(grad_norm)", "is_bad", []),
+        ("pass", "not math.isfinite(grad_norm.item())", []),
+        ("pass", "not torch.isfinite(grad_norm).all()", []),
+        ("pass", "torch.isnan(grad_norm) or torch.isinf(grad_norm)", []),
+        ("is_bad = torch.isnan(grad_norm)", "is_bad", [18]),  # an infinite norm passes
+        ("is_finite = bool(torch.isfinite(loss).item())", "not is_finite", [18]),
+        ("is_bad = torch.isnan(grad_norm) and torch.isinf(grad_norm)", "is_bad", [18]),
+    ],
+)
+def test_the_schedule_runs_only_for_a_norm_that_is_finite(flag, test, expected):
+    """After a test of the norm, also through a variable, the scaler skips nothing; a test of the loss excludes no overflow."""
+    assert reported(TESTED_NORM.format(flag=flag, test=test)) == expected

@@ -70,3 +70,37 @@ def test_the_float16_region_of_a_table_is_not_scaled():
 def test_scaled_and_bfloat16_regions_are_accepted(precision, key, dtype):
     """bfloat16 needs no scale, and an Accelerator with fp16 has one."""
     assert "HS123" not in reported(TABLE.format(precision=precision, key=key, dtype=dtype))
+
+
+LAST_APART = """\
+import torch
+for step in range(first_step, steps):
+    optimizer.zero_grad()
+    batches = fetch(accum)
+    if {test}:
+        for x, y in batches[:-1]:
+            with model.no_sync():
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y) / accum
+                loss.backward()
+        {leave}
+    x, y = batches[-1]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = criterion(model(x), y) / accum
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "leave", "expected"),
+    [
+        ("True", "pass", []),
+        ("distributed and accum > 1", "pass", []),
+        ("accum > 1", "pass", []),
+        ("accum > 1", "optimizer.step(); continue", ["HS181"]),
+    ],
+)
+def test_the_last_micro_batch_has_a_backward_after_the_loop(test, leave, expected):
+    """A loop over the others, as for `no_sync()`, accumulates; one on another path does not."""
+    assert [code for code in reported(LAST_APART.format(test=test, leave=leave)) if code == "HS181"] == expected

@@ -381,3 +381,35 @@ for epoch in range(9):
 def test_a_number_of_steps_is_no_gradient(scale, expected):
     """A window that is multiplied by the number of processes divides no gradients."""
     assert [f.line for f in findings(SIMULATED.format(scale=scale), "HS180")] == expected
+
+
+WEIGHTED = """\
+import torch
+from planner import compute_loss, criterion, log_loss, record, weighted
+def step(ddp, stream, scaler, optimizer, plan, args):
+    optimizer.zero_grad()
+    for i in range(plan.micro_batches):
+        x, y = next(stream)
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = criterion(ddp(x), y)
+        {after}
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ("loss = weighted(loss, len(x), plan)", []),
+        ("loss = loss * weighted(loss.detach(), plan=plan)", []),
+        ("pass", [10]),
+        ("record(loss, plan)", [10]),
+        ("loss = weighted(loss, args)", [10]),
+        ("stats = compute_loss(plan)", [10]),
+    ],
+)
+def test_another_file_weights_the_loss_with_a_plan(after, expected):
+    """A function that makes a loss from a loss and the object with the number of micro-batches may divide."""
+    assert reported(WEIGHTED.format(after=after)) == expected

@@ -163,7 +163,7 @@ def test_methods_and_other_models(model, name, data, call, expected):
     "validation",
     [
         "test_questions = ['a', 'b']\nwith torch.no_grad():\n    for q in test_questions:\n        out = model.generate(encode(q))\n",
-        "model.eval()\nwith torch.no_grad():\n    shape = model(dummy_input).shape\n",
+        "model.eval()\nwith torch.no_grad():\n    probe = model(dummy_input).mean()\n",
     ],
 )
 def test_prompts_and_dummies_are_not_validation(validation):
@@ -544,3 +544,116 @@ def {name}(model, loader):
 def test_images_are_no_validation(name, expected):
     """A function that runs the model for images is not timed or compared like validation."""
     assert reported(IMAGES.format(name=name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ("x, _ = next(iter(loader))\nwith torch.no_grad():\n    out = model(x)\nprint('shape:', out.shape)\n", []),
+        ("with torch.no_grad():\n    out = model(x)\nprint(out['mask'].size(1), out['mask'].dtype)\n", []),
+        ("with torch.no_grad():\n    print(model(x).shape)\n", []),
+        ("with torch.no_grad():\n    a, b = model(x)\nprint(a.shape, b.shape)\n", []),
+        ("with torch.no_grad():\n    out = model(x)\nprint(out.shape, out.mean())\n", [10]),
+        ("with torch.no_grad():\n    out = model(x)\nprint(out.argmax(1).shape[0], out[0])\n", [10]),
+        ("with torch.no_grad():\n    out = model(x)\n", [10]),
+    ],
+)
+def test_a_forward_for_the_shape_of_its_result(after, expected):
+    """What only prints a shape before training starts is no validation."""
+    assert reported(TRAINED.format(before="", after=after)) == expected
+
+
+OFF = """\
+import torch
+def train(model, loader, optimizer, scaler=None):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast('cuda', dtype=torch.float16, enabled=scaler is not None):
+            loss = loss_fn(model(x), y)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+def validate(model, valid):
+    with torch.no_grad():
+        for x, y in valid:
+            out = model(x)
+for epoch in range(9):
+    train(model, loader, optimizer{passed})
+    validate(model, valid)
+"""
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [
+        ("", []),
+        (", None", []),
+        (", scaler=None", []),
+        (", scaler", [17]),
+        (", scaler=make_scaler()", [17]),
+        (", **options", [17]),
+        (")\n    train(model, loader, optimizer, scaler", [17]),
+    ],
+)
+def test_training_without_a_scaler_is_in_float32_too(passed, expected):
+    """`enabled=scaler is not None` is off where every call leaves out the scaler."""
+    assert reported(OFF.format(passed=passed)) == expected
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("# * Always sample in float32 for stability.", []),
+        ("# We validate in full precision, like the paper", []),
+        ("# No autocast here: the metric needs float32", []),
+        ("# score in float32", [11]),
+        ("# run the model, then compute the loss", [11]),
+    ],
+)
+def test_a_comment_says_that_validation_is_in_float32(comment, expected):
+    """What is in float32 by choice needs no advice; a comment about something else is no choice."""
+    after = f"with torch.no_grad():\n    {comment}\n    out = model(x)\n"
+    assert reported(TRAINED.format(before="", after=after)) == expected
+
+
+LOADED = """\
+import torch
+from transformers import AutoModelForCausalLM
+def load(path):
+    model = AutoModelForCausalLM.from_pretrained(path{dtype}).to(device)
+    return model, 0
+@torch.inference_mode()
+def evaluate(model, loader):
+    model.eval()
+    for batch in loader:
+        out = model.{method}(input_ids=batch)
+def train():
+    model, _ = load(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in train_loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(batch).loss
+        loss.backward()
+        optimizer.step()
+    evaluate(model, val_loader)
+train()
+evaluate(load(checkpoint)[0], val_loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "expected"),
+    [
+        (", dtype=torch.bfloat16", "generate", []),
+        (", torch_dtype=torch.float16", "predict", []),
+        (", dtype=torch.float32", "generate", [10]),
+        (", torch_dtype=torch.float32", "predict", [10]),
+    ],
+)
+def test_a_method_of_a_model_that_is_loaded_in_16_bits(dtype, method, expected):
+    """Weights of 16 bits compute in 16 bits without autocast too, also by `generate` in a function that receives the model."""
+    assert reported(LOADED.format(dtype=dtype, method=method)) == expected

@@ -26,13 +26,14 @@ from halfstep.check.script.flow.order import (
     scalers_at,
     switched_off,
 )
-from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_scales, settled_by, tests_norm
+from halfstep.check.script.flow.skipped import never_float16, reads_scale, same_scales, settled_by
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.finite_tests import tests_norm
 from halfstep.check.script.scaling.set_rates import rates_by_iteration, sets_rates
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -206,7 +207,7 @@ def _skippable(script: Script, steps: list[tuple[Trace, Event]]) -> list[Event]:
     idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
     steps = [(trace, e) for trace, e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]
     others = [e for trace, e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
-    others = [e for e in others if not never_float16(script, e) and not tests_norm(e.guards)]
+    others = [e for e in others if not never_float16(script, e) and not tests_norm(script, e)]
     # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
     missing = {e.local.scaler for e in unbound_scalers(script)} if others else set()
     return [e for e in others if e.local.scaler not in missing or e.local.scaler.isidentifier()]

@@ -309,8 +309,9 @@ class ClearedEveryMicroBatch(TraceRule):
         if any(_is_counted_between(g, backs[0], steps[0]) for g in ends):
             return None  # the backward of a window's start, the step of its end
         opposites = {g.opposite for g in steps[0].accumulating}
-        if any(opposites & set(e.guards) for e in trace if e.kind in _BACKWARDS and e.loops == event.loops):
-            return None  # the other micro-batches have a backward of their own, under no_sync()
+        others = [e for e in trace if e.kind in _BACKWARDS and e.loops[: len(event.loops)] == event.loops]
+        if any(opposites & set(e.guards) or (e.loops != event.loops and compatible(e, backs[0])) for e in others):
+            return None  # the other micro-batches have a backward of their own, under no_sync() or in a loop
         divisor = self._divisor(script, backs[0])
         if not divisor:
             return None

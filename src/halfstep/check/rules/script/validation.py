@@ -12,7 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
-from halfstep.check.script.flow.phases import is_drawn, is_preview, is_probe, only_in_training
+from halfstep.check.script.flow.phases import is_drawn, is_preview, needs_no_region, only_in_training
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.validations import hands_out, named_validations, old_probabilities
 from halfstep.check.script.objects.expressions import options_of
@@ -162,7 +162,7 @@ class EvaluationWithoutAutocast(ScriptRule):
                 continue
             if (
                 _opens_region(script, event)
-                or is_probe(script, event)
+                or needs_no_region(script, event)
                 or _is_unused(script, event, trained)
                 or is_preview(script, event, validated)
                 or _is_called_from_outside(script, event, trained)
@@ -178,11 +178,6 @@ class EvaluationWithoutAutocast(ScriptRule):
                 continue
             if _trains_without_region(script, event, [e for e in forwards if e not in evaluated]):
                 continue
-            lineage = (
-                script.training.model(event.node.func, event.function) if isinstance(event.node, ast.Call) else None
-            )
-            if lineage is not None and any(c.low and c.form != "cast" for c in lineage.casts):
-                continue  # loaded in 16 bits
             yield self._report(script, node, name)
             return
 

@@ -11,6 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Guard, Region
 from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outcome import outcome
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Contexts"]
@@ -68,9 +69,15 @@ class Contexts:
         if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
             return Region("scaled_loss", node, (), guards, num_loops)
         is_float8 = bool(_FLOAT8.search(key_of(func))) or full.startswith("transformer_engine.")
-        if _AUTOCAST.search(key_of(func)) and not is_float8:
+        if _AUTOCAST.search(key_of(func)) and not is_float8 and not self._enters_nothing(node):
             return Region("owned", node, (), guards, num_loops)
         return Region("other", node, (), guards, num_loops)
+
+    def _enters_nothing(self, node: ast.expr) -> bool:
+        """Whether a function of the file returns `nullcontext()` for the arguments of a call."""
+        target = self.outline.call_target(node, self.function) if isinstance(node, ast.Call) else None
+        result = outcome(node, target) if target is not None and isinstance(node, ast.Call) else None
+        return isinstance(result, ast.Call) and bool(_NOTHING.search(text_of(result.func)))
 
     def by_hand(
         self,

@@ -17,7 +17,7 @@ from halfstep.check.script.objects.expressions import conditions_of, is_unread
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Outline
 
 __all__ = [
@@ -331,15 +331,26 @@ def misses_window(script: Script, quotient: ast.BinOp, sizes: set[str], event: E
 
 
 def passed_to_loss(script: Script, last: str, length: str) -> bool:
-    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
-    return any(
-        (key_of(value).rsplit(".", 1)[-1] == last or text_of(value) == length)
-        and (_is_about_loss(call) or _assigns_loss(script.outline.parents.get(call)))
-        and not _PRINTS.search(text_of(call.func))
-        and script.outline.call_target(call, function) is None
-        for call, function in (site for sites in script.outline.calls.values() for site in sites)
-        for value in (*call.args, *(k.value for k in call.keywords))
-    )
+    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`.
+
+    With a loss it may also receive the object that has the number: `weighted(loss, plan)` for `plan.micro_batches`.
+    """
+    owners = {length.rpartition(".")[0]} - {"", "self"}
+    for call, function in (site for sites in script.outline.calls.values() for site in sites):
+        values = [*call.args, *(k.value for k in call.keywords)]
+        texts = [text_of(value) for value in values]
+        parent = script.outline.parents.get(call)
+        is_number = length in texts or any(last_name(key_of(value)) == last for value in values)
+        is_owner = not owners.isdisjoint(texts) and not isinstance(parent, ast.Expr)
+        is_for_loss = is_number and (_is_about_loss(call) or _assigns_loss(parent))
+        is_for_loss |= is_owner and any("loss" in text.lower() for text in texts)
+        if (
+            is_for_loss
+            and not _PRINTS.search(text_of(call.func))
+            and script.outline.call_target(call, function) is None
+        ):
+            return True
+    return False
 
 
 def _is_about_loss(call: ast.Call) -> bool:

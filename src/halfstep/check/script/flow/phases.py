@@ -11,6 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.flow.order import loops_around
+from halfstep.check.script.flow.validations import is_loaded_low
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
@@ -19,7 +20,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hooked_schedules", "is_drawn", "is_preview", "is_probe", "only_in_training"]
+__all__ = ["hooked_schedules", "is_drawn", "is_preview", "needs_no_region", "only_in_training"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
@@ -32,16 +33,13 @@ _PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
 _GRADIENTS_OFF = regex(r"(no_grad|inference_mode)\(\)$")
 _DUMMY = regex(r"dummy", re.IGNORECASE)  # inputs that only show a shape
 _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
-_FORM = {
-    "shape",
-    "size",
-    "ndim",
-    "dim",
-    "numel",
-    "dtype",
-    "device",
-    "is_cuda",
-}  # what a tensor says of itself, not its values
+# Comments on forwards; one about metrics or a loss, `compute the score in float32`, is about something else.
+_IN_FULL = regex(
+    r"#.*(\b(sampl|run|evaluat|validat|infer|forward|predict|generat|test)\w*\b[^.,;:]*\bin (float32|fp32|full precision)\b|"
+    r"\b(without|no) (autocast|amp)\b)",
+    re.IGNORECASE,
+)
+_SIZES = {"shape", "size", "ndim", "dim", "numel", "dtype", "device", "is_cuda"}
 _MOVES = {"to", "cuda", "half", "float", "type"}
 # What validation does with its results; pictures are none.
 _MEASURES = regex(r"(^|[._])(append|item|update)$|loss|criterion|metric|accuracy|score", re.IGNORECASE)
@@ -186,29 +184,57 @@ def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:
     return bool(_PREDICTS.search(event.function.name)) and any(e.function.node in callers for e in validated)
 
 
-def is_probe(script: Script, event: Event) -> bool:
-    """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up, `model(torch.zeros(1, 3))`."""
+def needs_no_region(script: Script, event: Event) -> bool:
+    """Whether a forward is right without autocast: it measures nothing, has weights of 16 bits, or is in float32 by choice."""
+    if _is_probe(script, event) or _is_full_by_choice(script, event):
+        return True
+    return isinstance(event.node, ast.Call) and is_loaded_low(script, event.node, event.local.subject, event.function)
+
+
+def _is_probe(script: Script, event: Event) -> bool:
+    """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up."""
     if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
         return True
     is_dropped = isinstance(script.outline.parents.get(event.node), ast.Expr)
     if is_dropped and key_of(event.node.func) == event.local.subject:
         return True  # a warm-up, or an update of the model's own state; a method such as `validation_step` logs
-    if _is_form_only(script, event.node, event.function):
+    if _is_only_sized(script, event.node, event.function):
         return True
     return bool(event.node.args) and all(_is_made_up(script, value, event.function) for value in event.node.args)
 
 
-def _is_form_only(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether nothing reads the values of a result: `out = model(x)` before `print(out.shape)`."""
-    parent = script.outline.parents.get(call)
-    if isinstance(parent, ast.Attribute):
-        return parent.attr in _FORM
-    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
-    if not isinstance(target, ast.Name):
-        return False
-    names = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
-    above = [script.outline.parents.get(n) for n in names]
-    return bool(names) and all(isinstance(a, ast.Attribute) and a.attr in _FORM for a in above)
+def _is_full_by_choice(script: Script, event: Event) -> bool:
+    """Whether a comment above a forward, where gradients are off, says that it runs in float32: `# sample in float32 for stability`."""
+    region = event.inside("no_grad")
+    last = getattr(event.node, "lineno", 0)
+    first = getattr(region.node if region is not None else event.function.node, "lineno", last)
+    lines = script.source.text.splitlines()[max(0, first - 3) : last] if first <= last else []
+    return any(map(_IN_FULL.search, lines))
+
+
+def _is_only_sized(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether nothing but the shape of a result is read: `out = model(x)` and `print(out.shape, out["mask"].shape)`."""
+    parents = script.outline.parents
+    statement = parents.get(call)
+    if not isinstance(statement, ast.Assign):
+        return _reads_size(parents, call)
+    names = {key_of(element) for target in statement.targets for element in getattr(target, "elts", [target])}
+    loads = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id in names and _is_load(n)]
+    return "" not in names and bool(loads) and all(_reads_size(parents, load) for load in loads)
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _reads_size(parents: dict[ast.AST, ast.AST], node: ast.AST) -> bool:
+    """Whether an expression is only the start of one that reads a shape: `out` of `out.logits.shape` and `out[0].size(1)`."""
+    parent = parents.get(node)
+    while isinstance(parent, ast.Attribute) or (isinstance(parent, ast.Subscript) and parent.value is node):
+        if isinstance(parent, ast.Attribute) and parent.attr in _SIZES:
+            return True
+        node, parent = parent, parents.get(parent)
+    return False
 
 
 def _is_made_up(script: Script, value: ast.expr, function: Function, depth: int = 2) -> bool:

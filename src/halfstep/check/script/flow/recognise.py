@@ -17,7 +17,8 @@ from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
 from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, models_by_use, owners_of_models, run_by_call
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
-from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
+from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
+from halfstep.check.script.scaling.schedules import schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline

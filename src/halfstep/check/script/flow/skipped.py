@@ -27,7 +27,6 @@ __all__ = [
     "reads_scale",
     "same_scales",
     "settled_by",
-    "tests_norm",
 ]
 
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
@@ -43,7 +42,6 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _EQUAL = (ast.LtE, ast.GtE, ast.Eq)
 _UNEQUAL = (ast.Lt, ast.Gt, ast.NotEq)
-_TESTED_NORM = regex(r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*norm\w*\)(?:\.item\(\))?", re.IGNORECASE)
 
 
 def reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
@@ -293,12 +291,6 @@ def _is_print(statement: ast.stmt | None) -> bool:
     """Whether a statement prints or logs something."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))
-
-
-def tests_norm(guards: tuple[Guard, ...]) -> bool:
-    """Whether conditions exclude gradients that are inf or NaN, by their norm: after them the scaler skips nothing."""
-    known = {(m[1], is_true) for text, is_true in guards if (m := _TESTED_NORM.fullmatch(text))}
-    return ("isfinite", True) in known or {("isnan", False), ("isinf", False)} <= known
 
 
 def never_float16(script: Script, step: Event) -> bool:

@@ -18,7 +18,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hands_out", "named_validations", "old_probabilities"]
+__all__ = ["hands_out", "is_loaded_low", "named_validations", "old_probabilities"]
 
 _VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
 _ASIDE = regex(
@@ -70,8 +70,16 @@ def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
         call, name = model
         if key_of(call.func) == name and (call in traced or "." not in name or last_name(name) not in trained):
             continue
-        if not _may_be_in_region(script, function, functions):
+        if not _may_be_in_region(script, function, functions) and not is_loaded_low(script, call, name, function):
             yield model
+
+
+def is_loaded_low(script: Script, call: ast.Call, model: str, function: Function) -> bool:
+    """Whether the model that a call runs, also by a method such as `generate`, is loaded in 16 bits."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and key_of(func) != model:
+        func = func.value
+    return any(c.low and c.form != "cast" for c in script.training.model(func, function).casts)
 
 
 def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass
 
 from halfstep.check.finding import Place
-from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import (
     DTYPES,
     MAX_VALUES,
@@ -25,10 +24,12 @@ from halfstep.check.script.objects.choices import (
     pairs_of,
     text_of,
 )
+from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.excluded import is_never_equal
 from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.outcome import outcome
 from halfstep.check.script.syntax.outline import Function, Outline
-from halfstep.check.script.syntax.returned import returned_to
+from halfstep.check.script.syntax.returned import is_never_created, returned_to
 from halfstep.check.script.syntax.scaler_class import scaler_class
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "enabled_of",
     "is_misplaced",
     "make_scaler",
-    "schedules_value",
     "text_of",
 ]
 
@@ -55,9 +55,6 @@ _DEFAULTS = {
     "mps": frozenset({"float16"}),
     "cpu": frozenset({"bfloat16"}),
 }
-# Arguments of a learning-rate schedule.
-_OF_OPTIMIZER = regex(r"opt|(^|[_.])lrs?($|_)|learning_?rate|group", re.IGNORECASE)
-_COUNT = regex(r"(^|_)(num_)?(steps?|epochs?|iters?|iterations?|updates|batches)$")  # `total_steps=`, `warmup_epochs=`
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +106,11 @@ def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> s
         literal = key not in function.params and values and all(v is not ... for v in values)
         if literal and len({bool(v) for v in values}) == 1:
             return "yes" if values[0] else "no"
-    return "no" if is_never_equal(outline, node, function) else text_of(node)
+    if is_never_equal(outline, node, function):
+        return "no"
+    # `enabled=scaler is not None` where nothing creates the scaler
+    is_enabled = value_of(node, lambda leaf: None if is_never_created(outline, leaf, function) else OPEN)
+    return text_of(node) if is_enabled is OPEN else "yes" if is_enabled else "no"
 
 
 def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
@@ -243,6 +244,10 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         target = outline.call_target(node, function)
         if target is not None and _is_context_manager(outline, target):
             return _yielded_in(outline, node, target, depth)
+        if target is not None and (decided := outcome(node, target)) is not None:
+            regions = autocasts_of(outline, decided, target, depth - 1)
+            if all(a.enabled == "no" for a in regions):
+                return regions  # `region(False)` of `def region(enabled)`
         if target is not None:
             returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
             return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
@@ -337,22 +342,6 @@ def _target_of(outline: Outline, values: ast.Tuple, value: ast.expr) -> str:
     ):
         return ""
     return key_of(target.elts[values.elts.index(value)])
-
-
-def schedules_value(call: ast.Call, name: str) -> bool:
-    """Whether a class is a schedule of another number than the learning rate: nothing it receives is about an optimizer."""
-    last = name.rsplit(".", 1)[-1]
-    if last[:1].islower() or "LR" in last or name.startswith(("torch.", "transformers.", "timm.")):
-        return False
-    values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    counts = {k.value for k in call.keywords if _COUNT.search(k.arg or "")}
-    # Any other variable may be the optimizer.
-    unknown = [v for v in values if isinstance(v, (ast.Starred, ast.Name)) and v not in counts]
-    if not values or any(k.arg is None for k in call.keywords) or unknown:
-        return False
-    return not any(
-        _OF_OPTIMIZER.search(text) for text in (*map(text_of, values), *(k.arg or "" for k in call.keywords))
-    )
 
 
 def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:

@@ -1,20 +1,25 @@
-"""What ends a run for gradients that are not finite: a test that raises or exits, an assertion, a clip with `error_if_nonfinite`."""
+"""What ends a run for gradients that are not finite: a test that raises or exits, an assertion, a clip with `error_if_nonfinite`.
+
+A test of their norm may also keep a step from running.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["raising"]
+__all__ = ["raising", "tests_norm"]
 
 _NOT_FINITE = regex(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
 _GRADIENT = regex(r"grad|norm", re.IGNORECASE)
@@ -22,6 +27,9 @@ _LOSS = regex(r"loss", re.IGNORECASE)
 # A limit on how many in a row are accepted, or a test of the scale itself.
 _LENIENT = regex(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
 _EXITS = {"exit", "quit", "sys.exit", "os._exit", "os.abort"}
+_TESTS = {f"{module}.{name}" for module in ("torch", "math", "np") for name in ("isnan", "isinf", "isfinite")}
+_NORM = regex(r"^[\w.]*norm\w*$", re.IGNORECASE)
+_TO_NUMBER = {"item", "all", "any", "cpu", "detach"}
 _INTERRUPTS = {"KeyboardInterrupt", "SystemExit", "StopIteration"}  # what a clip or a test of gradients does not raise
 
 
@@ -171,3 +179,50 @@ def _is_set_for_gradients(script: Script, names: Iterable[str], test: ast.expr, 
     ]
     guards = [g.text for p in places if getattr(p, "lineno", 0) < test.lineno for g in conditions_of(outline, p)]
     return any(_NOT_FINITE.search(g) and _GRADIENT.search(g) and not _LOSS.search(g) for g in guards)
+
+
+def tests_norm(script: Script, step: Event) -> bool:
+    """Whether a step runs only for a norm of the gradients that is finite: after that its scaler skips nothing."""
+    known: set[tuple[str, bool]] = set()
+    for guard in step.guards:
+        if guard.text.isidentifier() or _NOT_FINITE.search(guard.text):
+            with contextlib.suppress(SyntaxError):  # `except@12`
+                test = ast.parse(guard.text, mode="eval").body
+                known.update(_tests_of_norm(script, test, step.function, is_true=guard.is_true))
+    return ("isfinite", True) in known or {("isnan", False), ("isinf", False)} <= known
+
+
+def _tests_of_norm(
+    script: Script, test: ast.expr, function: Function, *, is_true: bool, depth: int = 4
+) -> Iterator[tuple[str, bool]]:
+    """The functions `isfinite`, `isnan` and `isinf` that a test calls for a norm, each with what it has returned."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _tests_of_norm(script, test.operand, function, is_true=not is_true, depth=depth)
+    elif isinstance(test, ast.BoolOp):
+        if isinstance(test.op, ast.And) is is_true:
+            for part in test.values:
+                yield from _tests_of_norm(script, part, function, is_true=is_true, depth=depth)
+    elif isinstance(test, ast.Name) and depth:
+        values = script.outline.values(test.id, function)
+        for value in values if len(values) == 1 else ():
+            yield from _tests_of_norm(script, value, function, is_true=is_true, depth=depth - 1)
+    elif (value := _plain_number(test)) is not test:
+        yield from _tests_of_norm(script, value, function, is_true=is_true, depth=depth)
+    elif isinstance(test, ast.Call) and text_of(test.func) in _TESTS and any(map(_is_norm, test.args)):
+        yield text_of(test.func).rpartition(".")[2], is_true
+
+
+def _is_norm(node: ast.expr) -> bool:
+    return bool(_NORM.search(key_of(_plain_number(node))))
+
+
+def _plain_number(node: ast.expr) -> ast.expr:
+    """The expression without conversions: `norm` of `float(norm.detach())`, `isfinite(norm)` of `bool(isfinite(norm).item())`."""
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _TO_NUMBER and not node.args:
+            node = node.func.value
+        elif key_of(node.func) in {"bool", "float"} and len(node.args) == 1:
+            node = node.args[0]
+        else:
+            break
+    return node

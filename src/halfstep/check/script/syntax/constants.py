@@ -40,7 +40,8 @@ class Constants:
         self.has_dtypes = not _DTYPE_NAMES.isdisjoint(outline.loads.keys() | outline.strings)
         self._variables: dict[tuple[str, Function], Scoped | None] = {}
         # nanoGPT's configurator and the like: every global may be changed by name.
-        self.fixed_globals = not {"exec", "globals", "eval"} & calls.keys()
+        sites = (site for name in ("exec", "globals", "eval") for site in calls.get(name, ()))
+        self.fixed_globals = not any(isinstance(site.call.func, ast.Name) for site in sites)  # `model.eval()` is none
         self.fixed_attributes = (
             not {"setattr", "vars", "__setattr__"} & calls.keys() and "__dict__" not in outline.loads
         )

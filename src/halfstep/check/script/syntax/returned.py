@@ -6,8 +6,9 @@ import ast
 
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import default_of, is_configured
 
-__all__ = ["created_by", "returned_to"]
+__all__ = ["created_by", "is_never_created", "returned_to"]
 
 MAX_DEPTH = 3
 
@@ -48,3 +49,25 @@ def created_by(outline: Outline, node: ast.expr, function: Function, depth: int 
         elif not (isinstance(value, ast.Constant) and value.value is None):
             names.append(outline.names.full(value.func if isinstance(value, ast.Call) else value))
     return names
+
+
+def is_never_created(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether a variable is None wherever the file sets it or passes it, also by default: `def train(model, scaler=None)`."""
+    key = key_of(node)
+    values = _passed(outline, key, function) if key in function.params else outline.values(key, function) if key else []
+    return bool(values) and all(isinstance(value, ast.Constant) and value.value is None for value in values)
+
+
+def _passed(outline: Outline, name: str, function: Function) -> list[ast.expr]:
+    """What the calls of the file pass for a parameter, with its default if one of them leaves it out; nothing if that is not certain."""
+    sites = outline.calls.get(function.cls if function.name == "__init__" else function.name, ())
+    calls = [call for call, caller in sites if outline.call_target(call, caller) is function]
+    spread = any(k.arg is None for c in calls for k in c.keywords) or any(
+        isinstance(a, ast.Starred) for c in calls for a in c.args
+    )
+    bound = any(b.function is function for b in outline.bindings.get(name, ()))
+    if not calls or spread or bound or is_configured(function):
+        return []
+    values = [value for value, _ in outline.passed(name, function)]
+    default = default_of(function, name) if len(values) < len(calls) else None
+    return [*values, default] if default is not None else values if len(values) == len(calls) else []
