@@ -63,25 +63,20 @@ _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
 _DATACLASS = """\
 from dataclasses import dataclass
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
-
 @dataclass
 class Options:
     name: str = "gpt2"
     torch_dtype: str = "float32"
-
 options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
-model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
-Trainer(model, args=training, train_dataset=data).train()
+Trainer(AutoModelForCausalLM.from_pretrained(options.name{dtype}), args=training, train_dataset=data).train()
 """
 _TRAINER = """\
 import torch
-
 class Trainer:
     def __init__(self, model, optimizer, use_amp=False):
         self.model, self.optimizer = model, optimizer
         self.use_amp = use_amp
         self.scaler = torch.amp.GradScaler("cuda"{flag})
-
     def step(self, x, y):
         self.optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.float16{flag}):
@@ -98,7 +93,6 @@ _CLIPPED = (
 )
 _FABRIC = """\
 from lightning import Fabric
-
 def setup(config, precision=None):
     precision = "bf16-mixed"{test}
     return Fabric(devices=config.devices, precision=precision)
@@ -106,9 +100,8 @@ def setup(config, precision=None):
 
 
 def _settings_of(script: Script) -> Settings:
-    calls = script.outline.calls.keys()
     # With `accumulate`, HS177 reports the number that is not passed on.
-    is_loop = "backward" in calls and "accumulate" not in calls
+    is_loop = "backward" in script.outline.calls and "accumulate" not in script.outline.calls
     return Settings(_FIELD, _FLAG, is_loop and script.has("opt_step", "scaler_step", "owned_step"))
 
 
