@@ -27,7 +27,6 @@ from halfstep.check.script.flow.divisions import (
     joins_cached,
     misses_window,
     names_in,
-    passed_to_loss,
     split_sizes,
     undivided_end,
     updated_by,
@@ -48,6 +47,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.weighted_losses import passed_to_loss, weighed_with_owner
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -161,6 +161,7 @@ class LossNotDivided(TraceRule):
             or self._summed(script, trace, event)
             or joins_cached(script)
             or passed_to_loss(script, last, length)
+            or weighed_with_owner(script, length, event)
         ):
             return None
         if (" / " in length or _PIECES.search(length)) and not _is_mean(script, event):

@@ -39,7 +39,6 @@ __all__ = [
     "joins_cached",
     "misses_window",
     "names_in",
-    "passed_to_loss",
     "split_sizes",
     "undivided_end",
     "updated_by",
@@ -59,8 +58,6 @@ _SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _COEFFICIENT = regex(r"(^|[._])\w*(coef|beta|lambda|alpha)\w*$", re.IGNORECASE)
 _WORLD = regex(r"(^|[._])(get_)?(world_size|num_gpus|n_gpus?|num_processes|num_replicas)(\(\))?$")
-_RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
-_PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument|append", re.IGNORECASE)
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -328,29 +325,6 @@ def misses_window(script: Script, quotient: ast.BinOp, sizes: set[str], event: E
     """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
     is_of_batch = _is_mean_of_batch(quotient, sizes) or is_own_mean(quotient)
     return is_of_batch or _is_size_of_batch(script, quotient, event)
-
-
-def passed_to_loss(script: Script, last: str, length: str) -> bool:
-    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
-    return any(
-        (key_of(value).rsplit(".", 1)[-1] == last or text_of(value) == length)
-        and (_is_about_loss(call) or _assigns_loss(script.outline.parents.get(call)))
-        and not _PRINTS.search(text_of(call.func))
-        and script.outline.call_target(call, function) is None
-        for call, function in (site for sites in script.outline.calls.values() for site in sites)
-        for value in (*call.args, *(k.value for k in call.keywords))
-    )
-
-
-def _is_about_loss(call: ast.Call) -> bool:
-    """Whether a call may divide a loss: named for it, or with one among its arguments, unless it creates an object with settings."""
-    name = text_of(call.func)
-    is_class = name.rsplit(".", 1)[-1][:1].isupper()
-    return bool(_RESCALES_LOSS.search(name if is_class else text_of(call)))
-
-
-def _assigns_loss(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Assign) and any("loss" in text_of(target).lower() for target in node.targets)
 
 
 def batch_sizes(script: Script) -> set[str]:
