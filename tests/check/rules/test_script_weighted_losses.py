@@ -72,3 +72,13 @@ class Trainer({base}):
 def test_a_loss_that_an_inherited_method_weighs(base, backward, expected):
     """A method of another file knows the number of micro-batches of its object."""
     assert len(findings(METHOD.format(base=base, backward=backward), "HS180")) == expected
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [("self.num_micro", 0), ("plan.total", 0), ("size", 1)])
+def test_a_method_of_the_file_divides_by_what_the_plan_has(divisor, expected):
+    """Of a method of this file its quotient decides: by its object or by the plan that it receives."""
+    text = METHOD.replace("self.num_micro = model, optimizer, 8", "self.plan = model, optimizer, Plan()")
+    text = text.replace("range(self.num_micro)", "range(self.plan.num_micro)")
+    text += f"\n    def share(self, loss, size, plan):\n        return loss / {divisor}\n"
+    text = text.format(base="object", backward="self.share(loss, len(x), self.plan).backward()")
+    assert len(findings(text, "HS180")) == expected

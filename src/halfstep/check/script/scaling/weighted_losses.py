@@ -59,7 +59,7 @@ def weighed_with_owner(script: Script, length: str, event: Event) -> bool:
 def _weighs(script: Script, call: ast.Call, owner: str, event: Event) -> bool:
     receiver = [("self", call.func.value)] if isinstance(call.func, ast.Attribute) else []
     target = script.outline.call_target(call, event.function)
-    params = target.params[target.method and target.params[:1] == ["self"] :] if target is not None else []
+    params = target.params[target.method and target.params[:1] == ("self",) :] if target is not None else []
     passed = [
         *zip(params or [""] * len(call.args), call.args, strict=False),
         *((k.arg, k.value) for k in call.keywords),
