@@ -88,7 +88,7 @@ def test_a_function_with_the_scaler_of_its_caller(params, create, other, expecte
 WRAPPED = """\
 import torch
 
-class Precision{bases}:
+class Precision:
     def __init__(self):
         self.scaler = torch.amp.GradScaler("cuda")
 
@@ -103,7 +103,7 @@ class Precision{bases}:
         self.scaler.update()
 
 class Strategy:
-    def __init__(self, optimizer, precision{annotation}):
+    def __init__(self, optimizer, precision=None):
         self.optimizer = optimizer
         self.precision = {value}
 
@@ -119,11 +119,19 @@ class Strategy:
 """
 
 
-def wrapped(value, annotation=" = None", bases=""):
-    """The lines of HS112 for a scaler in an object of the script's own class."""
-    return [f.line for f in findings(WRAPPED.format(value=value, annotation=annotation, bases=bases), "HS112")]
-
-
-def test_a_scaler_in_an_object_of_its_own():
-    """The methods of the object that has the scaler are followed."""
-    assert wrapped("Precision()") == [11]
+@pytest.mark.parametrize(
+    ("value", "call", "expected"),
+    [
+        ("Precision()", "", [11]),
+        ("precision or Precision()", "", [11]),
+        ("Precision() if precision is None else precision", "", [11]),
+        ("precision or Precision()", "Strategy(optimizer, Precision())", [11]),
+        ("precision or Precision()", "Strategy(optimizer, Other())", []),  # of two classes neither is certain
+        ("registry.precision or Precision()", "", []),
+        ("precision", "", []),
+    ],
+)
+def test_a_scaler_in_an_object_of_its_own(value, call, expected):
+    """The methods of the object that has the scaler are followed, also where it is only the default of a parameter."""
+    text = WRAPPED.format(value=value) + call + "\n"
+    assert [f.line for f in findings(text, "HS112")] == expected
