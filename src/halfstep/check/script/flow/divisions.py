@@ -18,7 +18,7 @@ from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Function, Outline
 
 __all__ = [
     "MAX_ASSIGNMENTS",
@@ -37,6 +37,7 @@ __all__ = [
     "is_on_other_path",
     "is_own_mean",
     "joins_cached",
+    "latent",
     "misses_window",
     "names_in",
     "split_sizes",
@@ -160,6 +161,13 @@ def divides_gradients(outline: Outline) -> bool:
         return True
     assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
     return any(isinstance(n.op, (ast.Div, ast.Mult)) and _GRADIENTS.search(text_of(n.target)) for n in assigned)
+
+
+def latent(script: Script, length: str, function: Function) -> str:
+    """What has to change before a number of micro-batches that the text sets to 1 does harm, in words; "" for any other number."""
+    bound = script.outline.lookup(length, function)
+    is_one = bool(bound) and all(b.index is None and b.value is not None and constant(b.value) == 1 for b in bound)
+    return f" once `{length}` is above 1" if is_one else ""
 
 
 def undivided_end(script: Script, event: Event, step: Event, divisor: str) -> ast.If | None:
