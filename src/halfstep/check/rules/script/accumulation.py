@@ -25,9 +25,9 @@ from halfstep.check.script.flow.divisions import (
     is_nominal,
     is_on_other_path,
     joins_cached,
+    latent,
     misses_window,
     names_in,
-    passed_to_loss,
     split_sizes,
     undivided_end,
     updated_by,
@@ -48,6 +48,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.weighted_losses import passed_to_loss, weighed_with_owner
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
@@ -89,7 +90,7 @@ class LossNotDivided(TraceRule):
     reason = (
         "The gradients of n micro-batches add up, so without the division they are n times larger than those of one large batch: "
         "the effective learning rate of SGD is n times higher, clipping by norm removes n times more, and float16 gradients "
-        "overflow n times sooner."
+        "overflow n times sooner. It is advice where the script sets n to 1."
     )
     bad = (ACCUMULATING_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
@@ -161,16 +162,19 @@ class LossNotDivided(TraceRule):
             or self._summed(script, trace, event)
             or joins_cached(script)
             or passed_to_loss(script, last, length)
+            or weighed_with_owner(script, length, event)
         ):
             return None
         if (" / " in length or _PIECES.search(length)) and not _is_mean(script, event):
             return None  # each slice may have its share of the batch as a factor
         engine = engine_at(script, event.subject, event.function) if event.kind == "owned_backward" else None
+        when = latent(script, length, event.function)
         unless = " (unless the launcher sets it)" if engine is not None and engine.library == ACCELERATE else ""
         return self.finding(
             script.where(event.node),
-            f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`{unless}: gradients are too large by that factor",
+            f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`{unless}: gradients are too large by that factor{when}",
             instead=f"loss = loss / {length}",
+            severity="advice" if when else None,
         )
 
     @staticmethod

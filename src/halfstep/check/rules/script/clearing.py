@@ -12,7 +12,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by
+from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by, latent
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
@@ -93,7 +93,8 @@ class ClearedEveryMicroBatch(TraceRule):
         "n - 1 of n backward passes are wasted. A step in every iteration is no better if the loss is divided by n, by the script or "
         "by an Accelerator with gradient_accumulation_steps whose `accumulate()` is not used: nothing accumulates, and the gradients "
         "are n times too small. Inside `accumulate()` the optimizer of Accelerate clears only on the last micro-batch of a window: "
-        "before the backward, that discards all the earlier ones. A flag that holds the step back, `if not self.accumulate:`, is a window too."
+        "before the backward, that discards all the earlier ones. A flag that holds the step back, `if not self.accumulate:`, is a window too. "
+        "It is advice where the script sets n to 1."
     )
     bad = (
         ACCUMULATING_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),
@@ -140,8 +141,9 @@ class ClearedEveryMicroBatch(TraceRule):
         return self.finding(
             script.where(event.node),
             f"`{_cleared(event)}` runs on every micro-batch, but the step of line {window.line(script)} runs only when {window.ends}: "
-            "the earlier gradients are discarded",
+            f"the earlier gradients are discarded{(when := latent(script, window.length, event.function))}",
             instead="clear the gradients right after the step",
+            severity="advice" if when else None,
         )
 
     @staticmethod

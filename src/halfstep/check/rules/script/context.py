@@ -148,6 +148,7 @@ def _is_around_prepared(script: Script, event: Event) -> bool:
 def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
     """The condition for bfloat16 that enables a region: its flag, or one around it; "" if there is none."""
     flag = autocast.enabled if autocast.enabled != "yes" else ""
+    flag = flag.removeprefix("not ") if _is_otherwise(script, flag) else flag
     texts = [flag, *(text_of(v) for v in script.outline.values(flag, event.function))] if flag else []
     texts += [guard.text for guard in event.guards if guard.is_true]
     is_open = autocast.dtype_node is None and (not flag or _ON_DEVICE.match(flag))
@@ -170,6 +171,17 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
             if named or _is_of_accelerator(script, setting, event):
                 return f"{setting} == '{named.pop() if named else 'bf16'}'"
     return ""
+
+
+def _is_otherwise(script: Script, flag: str) -> bool:
+    """Whether a region is the second arm of a choice: `nullcontext if not bf16 else autocast`."""
+    choices = [n for n in ast.walk(script.tree) if isinstance(n, ast.IfExp)] if flag.startswith("not ") else []
+    arms = {
+        tuple("autocast" in text_of(arm).lower() for arm in (n.body, n.orelse))
+        for n in choices
+        if text_of(n.test) == flag
+    }
+    return arms == {(False, True)}
 
 
 def _values_of(script: Script, setting: str) -> set[object]:

@@ -17,8 +17,8 @@ from halfstep.check.script.objects.expressions import conditions_of, is_unread
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
-from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Outline
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding, Function, Outline
 
 __all__ = [
     "MAX_ASSIGNMENTS",
@@ -37,9 +37,9 @@ __all__ = [
     "is_on_other_path",
     "is_own_mean",
     "joins_cached",
+    "latent",
     "misses_window",
     "names_in",
-    "passed_to_loss",
     "split_sizes",
     "undivided_end",
     "updated_by",
@@ -59,8 +59,6 @@ _SIZES = regex(r"\.(sum|numel|size|count_nonzero)\(|\blen\(|\.shape\b")
 _MEAN = regex(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _COEFFICIENT = regex(r"(^|[._])\w*(coef|beta|lambda|alpha)\w*$", re.IGNORECASE)
 _WORLD = regex(r"(^|[._])(get_)?(world_size|num_gpus|n_gpus?|num_processes|num_replicas)(\(\))?$")
-_RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
-_PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument|append", re.IGNORECASE)
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -163,6 +161,13 @@ def divides_gradients(outline: Outline) -> bool:
         return True
     assigned = [n for n in outline.parents if isinstance(n, ast.AugAssign)]
     return any(isinstance(n.op, (ast.Div, ast.Mult)) and _GRADIENTS.search(text_of(n.target)) for n in assigned)
+
+
+def latent(script: Script, length: str, function: Function) -> str:
+    """What has to change before a number of micro-batches that the text sets to 1 does harm, in words; "" for any other number."""
+    bound = script.outline.lookup(length, function)
+    is_one = bool(bound) and all(b.index is None and b.value is not None and constant(b.value) == 1 for b in bound)
+    return f" once `{length}` is above 1" if is_one else ""
 
 
 def undivided_end(script: Script, event: Event, step: Event, divisor: str) -> ast.If | None:
@@ -328,40 +333,6 @@ def misses_window(script: Script, quotient: ast.BinOp, sizes: set[str], event: E
     """Whether a quotient is the mean over one micro-batch, or over the processes, and not over a window."""
     is_of_batch = _is_mean_of_batch(quotient, sizes) or is_own_mean(quotient)
     return is_of_batch or _is_size_of_batch(script, quotient, event)
-
-
-def passed_to_loss(script: Script, last: str, length: str) -> bool:
-    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`.
-
-    With a loss it may also receive the object that has the number: `weighted(loss, plan)` for `plan.micro_batches`.
-    """
-    owners = {length.rpartition(".")[0]} - {"", "self"}
-    for call, function in (site for sites in script.outline.calls.values() for site in sites):
-        values = [*call.args, *(k.value for k in call.keywords)]
-        texts = [text_of(value) for value in values]
-        parent = script.outline.parents.get(call)
-        is_number = length in texts or any(last_name(key_of(value)) == last for value in values)
-        is_owner = not owners.isdisjoint(texts) and not isinstance(parent, ast.Expr)
-        is_for_loss = is_number and (_is_about_loss(call) or _assigns_loss(parent))
-        is_for_loss |= is_owner and any("loss" in text.lower() for text in texts)
-        if (
-            is_for_loss
-            and not _PRINTS.search(text_of(call.func))
-            and script.outline.call_target(call, function) is None
-        ):
-            return True
-    return False
-
-
-def _is_about_loss(call: ast.Call) -> bool:
-    """Whether a call may divide a loss: named for it, or with one among its arguments, unless it creates an object with settings."""
-    name = text_of(call.func)
-    is_class = name.rsplit(".", 1)[-1][:1].isupper()
-    return bool(_RESCALES_LOSS.search(name if is_class else text_of(call)))
-
-
-def _assigns_loss(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Assign) and any("loss" in text_of(target).lower() for target in node.targets)
 
 
 def batch_sizes(script: Script) -> set[str]:

@@ -1,4 +1,4 @@
-"""Skipped iterations: tests of the gradients that leave out the rest of one, and tests of the scale after the scaler has skipped a step."""
+"""Skipped iterations: tests of the gradients that leave out the rest of one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, is_accumulation
 from halfstep.check.script.flow.order import is_amp
-from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
@@ -22,11 +19,7 @@ __all__ = [
     "find_branch",
     "find_skip",
     "is_past",
-    "never_float16",
     "reads_gradients",
-    "reads_scale",
-    "same_scales",
-    "settled_by",
 ]
 
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
@@ -36,12 +29,7 @@ _NORM = regex(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
 _STEP = regex(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
 _LOGS = regex(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
-_PRINTS = regex(r"^print$|(^|\.)(log\w*|write|add_scalar|debug|info|warn(ing)?)$")
-_AVERAGES = regex(r"(^|[._])(ema|teacher)_?\w*\.(update|step)\w*$|^update_(ema|teacher)$", re.IGNORECASE)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_IS_FLOAT16 = regex(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
-_EQUAL = (ast.LtE, ast.GtE, ast.Eq)
-_UNEQUAL = (ast.Lt, ast.Gt, ast.NotEq)
 
 
 def reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
@@ -71,13 +59,15 @@ def is_past(script: Script, update: Event, event: Event, depth: int, skip: ast.I
 def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False) -> ast.If | None:
     """The test of the gradients, after an event and in one function, that skips the rest of the iteration.
 
-    Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration. With `is_any`
-    the test before a `continue` may be about anything but mixed precision and the end of a window.
+    Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration: one of this file, or,
+    by its name or because the branch clears the gradients for the next batch, of another. With `is_any` the test before a `continue`
+    may be about anything but mixed precision and the end of a window.
     """
     start = node = _place(script, event, depth)
     above = list(script.above(start))
     in_loop = any(isinstance(parent, _LOOPS) for parent in above)
-    if not in_loop and not _is_repeated(script, event, depth, above[-1] if above else None):
+    is_certain = in_loop or _is_repeated(script, event, depth, above[-1] if above else None)
+    if not is_certain and depth:
         return None
     leave = ast.Continue if in_loop else ast.Return
     for parent in above:
@@ -88,7 +78,7 @@ def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False)
         tests = [test for s in rest if isinstance(s, ast.If) for test in _leaving(script, s, leave, event)]
         for test in tests[:MAX_TESTS]:
             if _is_skip(script, test, event, above[-1], is_any=is_any and in_loop):
-                return test
+                return test if is_certain or _is_continued(script, event, depth, test.body) else None
         if isinstance(parent, _LOOPS) or not isinstance(parent, ast.stmt):
             return None
         node = parent
@@ -115,7 +105,8 @@ def find_branch(script: Script, event: Event, depth: int, updates: list[Event]) 
     in_loop = any(isinstance(parent, _LOOPS) for parent in above)
     if any(u.kind == "handed" or u.roots[:depth] != event.roots[:depth] for u in updates):
         return None
-    if not in_loop and not _is_repeated(script, event, depth, above[-1] if above else None):
+    is_certain = in_loop or _is_repeated(script, event, depth, above[-1] if above else None)
+    if not is_certain and depth:
         return None
     branches = [_branches(script, _place(script, u, depth), above) for u in updates]
     common = [pair for pair in branches[0] if all(pair in other for other in branches[1:])]
@@ -126,7 +117,8 @@ def find_branch(script: Script, event: Event, depth: int, updates: list[Event]) 
         )  # `return` ends one iteration of a caller
         leaves = bool(other) and isinstance(other[-1], ends)
         if test.lineno > start.lineno and not leaves and _tests_gradients(script, test, above[-1]):
-            return test if not _touches(script, other, event) else None
+            is_certain = is_certain or _is_continued(script, event, depth, other)
+            return test if is_certain and not _touches(script, other, event) else None
     return None
 
 
@@ -148,6 +140,17 @@ def _is_repeated(script: Script, event: Event, depth: int, function: ast.AST | N
         return isinstance(function, ast.FunctionDef) and bool(_STEP.search(function.name))
     looped = any(isinstance(node, _LOOPS) for root in event.roots[:depth] for node in script.above(root))
     return looped and not _stops(script, _place(script, event, depth - 1))
+
+
+def _is_continued(script: Script, event: Event, depth: int, branch: list[ast.stmt]) -> bool:
+    """Whether a function without a caller in this file abandons one iteration: its scaler outlives it, and the branch clears the gradients."""
+    own = _function_of(script, _place(script, event, depth))
+    if event.scaler.partition(".")[0] not in own.params:
+        return False
+    calls = [node for statement in branch for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    targets = [target.node for call in calls if (target := script.outline.call_target(call, own)) is not None]
+    cleared = {e.node for e in script.events("zero_grad")}
+    return any(node in cleared for part in (*calls, *targets) for node in ast.walk(part))
 
 
 def _stops(script: Script, call: ast.stmt) -> bool:
@@ -178,7 +181,7 @@ def _tests_gradients(script: Script, test: ast.If, function: ast.AST) -> bool:
     assigned = [name for value in _values(script, test, function) for name in _names(value)]
     if any(is_amp((name, True)) for name in tested):
         return False
-    own = next((f for f in script.outline.functions if f.node is function), script.outline.module)
+    own = _function_of(script, test)
     calls = (node for node in ast.walk(test.test) if isinstance(node, ast.Call))
     targets = [target for call in calls if (target := script.outline.call_target(call, own)) is not None]
     assigned += [name for target in targets for name in _names(target.node)]  # `if self.gradients_are_finite():`
@@ -198,7 +201,7 @@ def _touches(script: Script, parts: Sequence[ast.AST], event: Event) -> bool:
     nodes = (node for part in parts for node in ast.walk(part) if id(node) not in shown)
     if any(name == scaler or "update" in name for node in nodes for name in _own_name(node)):
         return True
-    return any(_is_elsewhere(script, call, event) for call in calls)
+    return any(_is_elsewhere(script, call) for call in calls)
 
 
 def _is_of_bar(call: ast.Call) -> bool:
@@ -230,157 +233,14 @@ def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.exp
                     yield above.test  # `if not isfinite(p.grad).all(): bad = True`
 
 
-def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
+def _is_elsewhere(script: Script, call: ast.Call) -> bool:
     """Whether a call is of an inherited method that this file does not define and that may update the scaler."""
     key = key_of(call.func)
     inherited = key.startswith("self.") and key.count(".") == 1 and not _LOGS.search(key)
-    return inherited and script.outline.call_target(call, event.function) is None
+    return inherited and script.outline.call_target(call, _function_of(script, call)) is None
 
 
-def reads_scale(script: Script) -> bool:
-    """Whether the script compares the scale, or the optimizer's count of steps, by which a skipped step is recognised.
-
-    Printing the scale is no comparison, and counting the skipped steps does not keep the schedule from advancing.
-    """
-    if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
-        return True
-    calls = [e.node for e in script.events("get_scale")]
-    alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
-    if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
-        return True
-    assigned = [s for call in calls if isinstance(s := script.statement(call), ast.Assign)]
-    keys = {key_of(target) for s in assigned for target in s.targets}
-    if "" in keys:
-        return True
-    compared = [c for c in ast.walk(script.tree) if isinstance(c, ast.Compare)] if calls else []
-    same = same_scales(script)
-    return any(_reads(c, keys) and c not in same and not _is_counted(script, c) for c in compared)
-
-
-def _reads(compared: ast.Compare, keys: set[str]) -> bool:
-    """Whether a comparison is with the scale, or with a variable that has its value."""
-    return any(
-        (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
-        or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
-        for n in ast.walk(compared)
-    )
-
-
-def _is_counted(script: Script, compared: ast.Compare) -> bool:
-    """Whether a comparison only counts or prints skipped steps, `if scaler.get_scale() < before: num_skipped += 1`, or keeps averaged weights."""
-    statement = script.statement(compared)
-    tests = [statement]
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        flag = statement.targets[0].id
-        function = next((n for n in script.above(statement) if isinstance(n, ast.FunctionDef)), script.tree)
-        read = [
-            n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == flag and n is not statement.targets[0]
-        ]
-        tests = [script.statement(n) for n in read if not isinstance(script.outline.parents.get(n), ast.FormattedValue)]
-    blocks = [[*test.body, *test.orelse] if isinstance(test, ast.If) else [test] for test in tests]
-    return all(isinstance(s, ast.AugAssign) or _is_print(s) or _is_average(s) for block in blocks for s in block)
-
-
-def _is_average(statement: ast.stmt | None) -> bool:
-    """Whether a statement updates averaged weights, `ema.update(model)`: the schedule does not wait for that."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and bool(_AVERAGES.search(text_of(call.func)))
-
-
-def _is_print(statement: ast.stmt | None) -> bool:
-    """Whether a statement prints or logs something."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and bool(_PRINTS.search(text_of(call.func)))
-
-
-def never_float16(script: Script, step: Event) -> bool:
-    """Whether a step needs float16, `if dtype == torch.float16:`, and the text shows that the dtype is always another."""
-    names = [m[1] for g in step.guards if g.is_true for part in g.text.split(" and ") if (m := _IS_FLOAT16.match(part))]
-    formats = [formats_of(script.outline, ast.parse(n, mode="eval").body, step.function) for n in names]
-    return any(options and not options & {"float16", UNKNOWN} for options in formats)
-
-
-def same_scales(script: Script) -> dict[ast.Compare, Function]:
-    """The comparisons of two values of one scale that no update separates, each with its function."""
-    reads = {e.node: e for e in script.events("get_scale")}
-    updates = {e.node: e for e in script.events("update")}
-    if len(reads) < 2 or not updates or script.has("handed", "stored"):
-        return {}
-    functions = {e.function for e in reads.values()}
-    return {
-        node: function
-        for function in functions
-        for node in ast.walk(function.node)
-        if isinstance(node, ast.Compare) and _is_same(script, node, function, reads, updates)
-    }
-
-
-def settled_by(script: Script, compared: dict[ast.Compare, Function]) -> dict[Guard, ast.Compare]:
-    """The conditions that always hold because a scale is compared with itself, each with that comparison."""
-    settled: dict[Guard, ast.Compare] = {}
-    for node, function in compared.items():
-        value = isinstance(node.ops[0], _EQUAL)
-        settled |= dict.fromkeys(Conditions(script.outline, function).guards(node, is_true=value), node)
-        statement = script.statement(node)
-        keys = {key_of(target) for target in statement.targets} if isinstance(statement, ast.Assign) else set()
-        for key in keys - {""}:
-            bound = script.outline.lookup(key, function)
-            if all(b.value is node or constant(b.value) is value for b in bound):
-                settled[Guard(key, value)] = node
-    return settled
-
-
-def _is_same(
-    script: Script,
-    compared: ast.Compare,
-    function: Function,
-    reads: dict[ast.AST, Event],
-    updates: dict[ast.AST, Event],
-) -> bool:
-    """Whether both sides are the scale of one scaler, read before and after its step with no update between."""
-    if len(compared.ops) != 1 or not isinstance(compared.ops[0], (*_EQUAL, *_UNEQUAL)):
-        return False
-    sides = [_read(script, side, function, reads) for side in (compared.left, compared.comparators[0])]
-    calls = sorted((call for call in sides if call is not None), key=lambda call: call.lineno)
-    if len(calls) != 2 or len({reads[call].local.scaler for call in calls}) != 1:
-        return False
-    first, last = calls
-    scaler = reads[first].local.scaler
-    if not _precedes(script, first, last) or not any(e.local.scaler == scaler for e in updates.values()):
-        return False
-    between = [
-        n
-        for n in ast.walk(function.node)
-        if isinstance(n, ast.Call) and first.lineno < n.lineno <= last.lineno and n is not last
-    ]
-    stepped = {e.node for e in script.events("scaler_step") if e.local.scaler == scaler}
-    return not stepped.isdisjoint(between) and not any(_may_update(script, n, function, scaler) for n in between)
-
-
-def _read(script: Script, side: ast.expr, function: Function, reads: dict[ast.AST, Event]) -> ast.Call | None:
-    """The call that reads the scale: the side of a comparison itself, or the one value of its variable."""
-    key = key_of(side)
-    bound = script.outline.lookup(key, function) if key and side not in reads else []
-    is_bound = len(bound) == 1 and bound[0].index is None and bound[0].function is function
-    node = bound[0].value if is_bound else side
-    return node if isinstance(node, ast.Call) and node in reads and reads[node].function is function else None
-
-
-def _precedes(script: Script, first: ast.Call, last: ast.Call) -> bool:
-    """Whether each run of the later call comes after one of the earlier, in the same pass of their loops."""
-    statement = script.statement(first)
-    block = script.outline.parents.get(statement) if statement is not None else None
-    above = list(script.above(last))
-    if block not in above or first.lineno >= last.lineno:
-        return False
-    return not any(isinstance(node, _LOOPS) for node in above[: above.index(block)])
-
-
-def _may_update(script: Script, call: ast.Call, function: Function, scaler: str) -> bool:
-    """Whether a call updates the scale, or is one that may: of this file, of the object itself, or with the scaler."""
-    func = call.func
-    owner = key_of(func.value) if isinstance(func, ast.Attribute) else ""
-    if owner == scaler:
-        return isinstance(func, ast.Attribute) and func.attr in {"update", "load_state_dict"}
-    is_own = owner in {"self", "super()"} or script.outline.call_target(call, function) is not None
-    return is_own or key_of(func) == scaler or any(key_of(a) == scaler for a in arguments_of(call))
+def _function_of(script: Script, node: ast.AST) -> Function:
+    """The function that contains a line."""
+    above = list(script.above(node))[-1:]
+    return next((f for f in script.outline.functions if f.node in above), script.outline.module)

@@ -184,10 +184,26 @@ class Outline:
         if name not in self._by_name:
             return None  # no class of this file has such a method
         is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
-        classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
+        sources = self.sources(owner, function) if is_variable else ()
+        classes = {made for value, origin in sources for made in self._makers(value, origin)} - {None}
         # Of two classes, such as a scaler and its replacement, neither is certain; one that is also imported is one.
         cls = classes.pop() if len(classes) == 1 else None
         return self._method(cls, name) if cls in self.classes and cls not in self.names.table else None
+
+    def _makers(self, value: ast.expr, function: Function) -> set[str | None]:
+        """The names that are called to create a value; of `policy or Policy()` also those of what this file passes for `policy`."""
+        options = [value]
+        if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
+            options = value.values
+        elif isinstance(value, ast.IfExp):
+            options = [value.body, value.orelse]
+        default = next((o for o in options if _maker(o)), None)
+        if default is None or len(options) != 2:
+            return {_maker(value)}
+        other = options[0] if default is options[1] else options[1]
+        if key_of(other) not in function.params:
+            return {_maker(value)}
+        return {_maker(default), *(_maker(passed) for passed in self.values(key_of(other), function))}
 
     def possible_targets(self, call: ast.Call, function: Function) -> list[Function]:
         """The methods that a call may run on an object that is created from one of several classes of this file."""
