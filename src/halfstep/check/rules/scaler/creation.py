@@ -267,14 +267,14 @@ class ScalerUnused(ScriptRule):
 
 def _hides(script: Script, scaler: Scaler) -> Scaler | None:
     """The scaler of another function under the same name, where every function that reads the name has one of its own."""
-    others = [s for s in script.scalers if s.key == scaler.key and s.function is not scaler.function]
-    inside = [s for s in others if not isinstance(s.function.node, ast.Module)]
+    others = (s for s in script.scalers if s.key == scaler.key and s.function is not scaler.function)
+    inside = next((s for s in others if not isinstance(s.function.node, ast.Module)), None)
     statement = script.statement(scaler.node)
-    if not inside or "." in scaler.key or not isinstance(statement, ast.Assign | ast.AnnAssign):
+    if inside is None or "." in scaler.key or not isinstance(statement, ast.Assign | ast.AnnAssign):
         return None
     if isinstance(script.outline.parents.get(statement), ast.ClassDef):
         return None  # read as an attribute
-    return inside[0] if is_hidden(script.outline, scaler.key, scaler.function, script.tree) else None
+    return inside if is_hidden(script.outline, scaler.key, scaler.function, script.tree) else None
 
 
 def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:

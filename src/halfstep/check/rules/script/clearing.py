@@ -48,7 +48,6 @@ _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-a
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 _PREPARED = """\
 from accelerate import Accelerator
-
 accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x, y in loader:
@@ -390,7 +389,7 @@ def _is_one(script: Script, divisor: str, event: Event) -> bool:
 def _may_use(loop: ast.For) -> bool:
     """Whether a loop steps, reads gradients or may leave early, so that clearing them there has a purpose."""
     for node in ast.walk(loop):
-        if isinstance(node, (ast.Break, ast.Return)) or (isinstance(node, ast.expr) and grad_of(node)):
+        if isinstance(node, ast.Break | ast.Return) or (isinstance(node, ast.expr) and grad_of(node)):
             return True
         name = text_of(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
         if name.endswith("step") or (_COLLECTS.search(name) and not _CLEARS.search(name)):

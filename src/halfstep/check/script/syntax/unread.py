@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Collection, Iterator
 
@@ -90,7 +91,8 @@ def is_hidden(outline: Outline, name: str, function: Function, tree: ast.AST) ->
     """Whether every function that reads a name binds one of its own, so that nothing reads the variable of `function`."""
     if reads_by_name(outline):
         return False
-    for node in ast.walk(tree):
+    # Its own function first: most variables are read there.
+    for node in itertools.chain(ast.walk(function.node), ast.walk(tree)):
         if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return False
         is_variable = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
