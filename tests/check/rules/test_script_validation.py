@@ -169,7 +169,7 @@ def test_methods_and_other_models(model, name, data, call, expected):
 def test_prompts_and_dummies_are_not_validation(validation):
     """A few texts of the script itself, and a forward for its output's shape."""
     assert reported(TRAINED.format(before="", after=validation)) == []
-    real = validation.replace("['a', 'b']", "load()").replace("dummy_input).shape", "valid[0])")
+    real = validation.replace("['a', 'b']", "load()").replace("dummy_input", "valid[0]")
     assert reported(TRAINED.format(before="", after=real)) != []
 
 

@@ -247,7 +247,8 @@ class UpdateBeforeStep(TraceRule):
 
     def _loop_over_pairs(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for an update in a loop over models with their optimizers, all of which accumulate with this scale."""
-        event, loops = trace[index], loops_around(script, trace[index])
+        event = trace[index]
+        loops = loops_around(script, event) if len(event.loops) > 1 else []
         if len(loops) < 2 or len(loops) != len(event.loops) or not isinstance(loops[-1], ast.For) or without_amp(event):
             return None
         targets = targets_of(loops[-1])

@@ -129,13 +129,15 @@ class UpdateEveryMicroBatch(TraceRule):
     def _in_accumulate(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler of the script's own that steps and is updated on every micro-batch of `accelerator.accumulate`."""
         event = trace[index]
+        entered = [r.node for r in event.regions if isinstance(r.node, ast.Call)]
+        contexts = [c for c in entered if isinstance(c.func, ast.Attribute) and c.func.attr == "accumulate"]
+        if not contexts:
+            return None
         steps = (
             trace[i] for i in earlier(trace, index, "scaler_step", "owned_step") if trace[i].scaler == event.scaler
         )
         step = next(steps, None)
-        entered = [r.node for r in event.regions if isinstance(r.node, ast.Call)]
-        contexts = [c for c in entered if isinstance(c.func, ast.Attribute) and c.func.attr == "accumulate"]
-        if step is None or not contexts or not any(r.node is contexts[-1] for r in step.regions):
+        if step is None or not any(r.node is contexts[-1] for r in step.regions):
             return None
         owner = key_of(contexts[-1].func.value) if isinstance(contexts[-1].func, ast.Attribute) else ""
         engine = engine_at(script, owner, event.function)

@@ -18,7 +18,7 @@ __all__ = ["passed_to_loss", "weighed_with_owner"]
 
 _RESCALES_LOSS = regex(r"loss|criterion|objective|rescale", re.IGNORECASE)
 _PRINTS = regex(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument|append", re.IGNORECASE)
-_LOSS = regex(r"(^|[._])\w*loss(es)?(\.\w+|\[[^\]]*\])?$", re.IGNORECASE)  # `losses.total`, not `loss_fn`
+_LOSS = regex(r"(^|[._])\w*loss(es)?(\.\w+(\(\))?|\[[^\]]*\])?$", re.IGNORECASE)  # `losses.total`, not `loss_fn`
 
 
 def passed_to_loss(script: Script, last: str, length: str) -> bool:
