@@ -204,6 +204,12 @@ def get_model(name, {parameter}, device="cuda"):
         ("torch_dtype", "pass", "device_map='auto'", False),  # the library decides
         ("torch_dtype", "options = locals()", "torch_dtype=torch.float16", False),
         ("torch_dtype", "pass", "torch_dtype=settings.dtype", False),
+        (
+            "torch_dtype",
+            "if device == 'cpu': return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)",
+            "dtype=torch.float16",
+            False,
+        ),
     ],
 )
 def test_a_parameter_for_the_dtype_of_a_load(parameter, first, loaded, is_reported):

@@ -155,12 +155,15 @@ def fixed_dtypes(outline: Outline, text: str) -> Iterator[tuple[ast.arg, Functio
     """Parameters for a dtype that a function never reads, with the function and the dtype that it loads a model in."""
     if "locals" in outline.calls:
         return
+    loaded: dict[Function, set[str]] = {}
     for call, function in outline.calls.get("from_pretrained", ()):
+        fixed = [outline.names.full(k.value) for k in call.keywords if k.arg in {"dtype", "torch_dtype"}]
+        loaded.setdefault(function, set()).update(fixed)
+    for function, fulls in loaded.items():
         # A method, or a function with a decorator, may have the signature that another class or library asks for.
         if isinstance(function.node, ast.Module) or function.method or function.node.decorator_list:
             continue
-        fixed = [k.value for k in call.keywords if k.arg in {"dtype", "torch_dtype"}]
-        full = outline.names.full(fixed[0]) if fixed else ""
+        full = next(iter(fulls)) if len(fulls) == 1 else ""  # with two, something else decides
         arguments = function.node.args
         for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if full else ():
             sharing = [f for f in outline.functions if parameter.arg in f.params]
