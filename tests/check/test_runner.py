@@ -1,5 +1,6 @@
 """One file through its rules: a failure becomes a finding, and the rest is still checked."""
 
+import json
 import os
 import stat
 import sys
@@ -58,6 +59,37 @@ def test_python_that_does_not_parse_is_one_finding(text):
     assert "?." not in finding.message
     assert finding.line >= 1
     assert finding.column >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "import torch\nwith torch.autocast('cuda', enabled=True,\n    dtype=torch.float16,\n    enabled=flag): pass\n",
+            4,
+        ),
+        ("import torch\n\ndef f(x):\n    return g(torch.autocast('cpu'), a=1, **x, a=1)\n", 4),
+        ("import torch\nscaler = torch.amp.GradScaler('cuda', enabled=True, init_scale=2.0, enabled=True)\n", 2),
+    ],
+)
+def test_a_keyword_argument_passed_twice(text, line):
+    """Python's parser accepts it and its compiler does not: HS004, and the rest of the file is checked."""
+    finding, bad = check(text + "BAD\n")
+    assert (finding.code, finding.severity, finding.line, bad.code) == ("HS004", "error", line, "HS901")
+    assert "keyword argument repeated" in finding.message
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": text}
+    (advice,) = check(
+        json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}), "a.ipynb", "notebook"
+    )
+    assert (advice.code, advice.severity) == ("HS004", "advice")
+
+
+@pytest.mark.parametrize(
+    "call", ["f(a=1, **{'a': 2})", "f(**x, **y)", "f(g(a=1), a=1)", "f(a=1), f(a=2)", "f(a=1, b=await x)"]
+)
+def test_keyword_arguments_that_compile(call):
+    """Keys of a dictionary, and of another call, are no repeated keywords."""
+    assert check(f"import torch\nwith torch.autocast('cuda'):\n    {call}\n") == ()
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
-from halfstep.check.files.python import parse_python, place_of, require_python
+from halfstep.check.files.python import parse_python, place_of, repeated_keyword, require_python
 from halfstep.check.files.source import Source
-from halfstep.check.finding import Finding, Place
+from halfstep.check.finding import Finding, Place, Severity
 from halfstep.check.options import Options
 from halfstep.check.regex import regex
 from halfstep.check.registry import PER_VALUE, Group, find_rule, rules_of, words_of_rules
@@ -171,6 +171,10 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
             Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
         )
         return
+    # By the walk first: compiling every script would take as long as parsing it.
+    repeated = repeated_keyword(source.text) if script.outline.repeats_keyword else None
+    if repeated is not None:
+        yield repeated_keyword_fault(source, repeated)
     # A script that is not about precision has no facts; on most projects these are nine files of ten.
     is_read = script.about or affected
     in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if is_read else ()
@@ -328,6 +332,15 @@ def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     advice = "If it is valid in a newer Python, run Halfstep with that version."
     return SyntaxFault.finding(
         where, f"This is not valid Python {version}: {detail}. The file was not checked.", instead=advice
+    )
+
+
+def repeated_keyword_fault(source: Source, error: SyntaxError) -> Finding:
+    """The finding for Python that parses and does not compile, as a call passes a keyword argument twice."""
+    message = f"Python does not compile this file: {error.msg}. The rest of it was checked."
+    severity: Severity = "advice" if source.language == "notebook" else "error"  # a notebook fails in one cell
+    return SyntaxFault.finding(
+        source.place(*place_of(error)), message, instead="Pass the argument once.", severity=severity
     )
 
 

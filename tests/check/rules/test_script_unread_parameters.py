@@ -178,3 +178,98 @@ def test_a_parameter_that_is_only_stored(base, stored, enabled, default, expecte
     text = COMPILED.format(base=base, stored=stored, enabled=enabled, default=default)
     assert [f.line for f in findings(text, "HS139")] == expected
     assert findings(f"{text}net = Net()\nnet.fit(loader, 1, use_amp=net.use_amp)\n", "HS139") == []
+
+
+LOADING = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+def get_model(name, {parameter}, device="cuda"):
+    \"\"\"The model in its dtype.\"\"\"
+    {first}
+    model = AutoModelForCausalLM.from_pretrained(name, {loaded}).to(device)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "first", "loaded", "is_reported"),
+    [
+        ("torch_dtype", "pass", "torch_dtype=torch.float16", True),
+        ("dtype=torch.float32", "pass", "dtype = torch.bfloat16, device_map='auto'", True),
+        ("*, model_dtype: str", "print(name)", "torch_dtype=torch.float16", True),
+        ("torch_dtype", "pass", "torch_dtype=torch_dtype", False),
+        ("torch_dtype", "log(torch_dtype)", "torch_dtype=torch.float16", False),
+        ("dtype", "name = name + suffix(dtype)", "torch_dtype=torch.float16", False),
+        ("torch_dtype", "pass", "device_map='auto'", False),  # the library decides
+        ("torch_dtype", "options = locals()", "torch_dtype=torch.float16", False),
+        ("torch_dtype", "pass", "torch_dtype=settings.dtype", False),
+        (
+            "torch_dtype",
+            "if device == 'cpu': return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)",
+            "dtype=torch.float16",
+            False,
+        ),
+    ],
+)
+def test_a_parameter_for_the_dtype_of_a_load(parameter, first, loaded, is_reported):
+    """HS139 where a function loads its model in a dtype that it names itself; the keyword of the load is no use of it."""
+    text = LOADING.format(parameter=parameter, first=first, loaded=loaded)
+    assert [f.line for f in findings(text, "HS139")] == [4] * is_reported
+    # Functions with one signature: a table calls them.
+    other = "def get_other(name, torch_dtype, dtype, model_dtype):\n    return load(name, torch_dtype, dtype, model_dtype)\n"
+    assert findings(text + other, "HS139") == []
+    assert findings(text.replace("def get", "@register\ndef get"), "HS139") == []
+
+
+STORED_FLAG = """\
+import torch
+
+class Trainer{base}:
+    def __init__(self, model, optimizer, config{flag}):
+        self.model, self.optimizer = model, optimizer
+        self.lr = config["lr"]
+        {stored}
+
+    def train(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            loss = self.model(x, y)
+            {backward}
+            self.optimizer.step()
+        {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "is_reported"),
+    [
+        ({}, True),
+        ({"stored": "self.fp16: bool = config['fp16']"}, True),
+        ({"stored": "self.fp16 = bool(config.fp16)"}, True),
+        ({"stored": "self.use_amp = config.get('use_amp', True)"}, True),
+        ({"stored": "self.fp16 = fp16", "flag": ", fp16=False"}, True),
+        ({"base": "(object)"}, True),
+        ({"last": "print(self.fp16)"}, True),  # only shown
+        ({"last": "self.save(self.fp16)"}, False),
+        ({"last": "save(getattr(self, 'fp16'))"}, False),
+        ({"last": "evaluate(self, loader)"}, False),  # another file may read it
+        ({"last": "setup(config)['fp16']"}, False),
+        ({"base": "(Base)"}, False),
+        ({"stored": "self.fp16 = False"}, False),  # asks for nothing
+        ({"stored": "self.fp16 = fp16; self.model = wrap(model, fp16)", "flag": ", fp16=False"}, False),
+        ({"backward": "self.engine.backward(loss)"}, False),
+        ({"backward": "self.scaler.scale(loss).backward()"}, False),
+        ({"backward": "loss.backward(); self.model.half()"}, False),
+    ],
+)
+def test_a_flag_that_a_class_stores_and_trains_without(change, is_reported):
+    """HS139 where the class has its own loop, nothing in the file computes in 16 bits, and nothing can read the attribute."""
+    parts = {
+        "base": "",
+        "flag": "",
+        "stored": "self.fp16 = config.get('fp16', False)",
+        "backward": "loss.backward()",
+        "last": "pass",
+    }
+    assert [f.line for f in findings(STORED_FLAG.format(**{**parts, **change}), "HS139")] == [7] * is_reported

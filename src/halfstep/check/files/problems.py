@@ -78,7 +78,8 @@ class SyntaxFault(Rule):
     reason = (
         "A file that does not parse was not checked, so a result without findings would be misleading. The location is where the "
         "parser failed, which is often just after the mistake. Python newer than the interpreter that runs Halfstep is rewritten "
-        "and checked where possible. In a notebook, the cells that parse are still checked."
+        "and checked where possible. In a notebook, the cells that parse are still checked. A keyword argument that a call passes "
+        "twice parses, but does not compile: such a script cannot be imported or run, and the rest of it is checked."
     )
     bad = ("import torch\n\nscaler = torch.amp.GradScaler('cuda'\n", "print 'Python 2'\n")
     good = ("import torch\n\nscaler = torch.amp.GradScaler('cuda')\n",)

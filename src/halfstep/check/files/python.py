@@ -22,7 +22,7 @@ import symtable
 
 from halfstep.check.regex import regex
 
-__all__ = ["parse_python", "place_of", "require_python", "to_older_syntax"]
+__all__ = ["parse_python", "place_of", "repeated_keyword", "require_python", "to_older_syntax"]
 
 _TOKEN = regex(
     r"""(?P<comment>\#[^\n]*)
@@ -57,6 +57,17 @@ def require_python(text: str, name: str = "<text>") -> None:
         symtable.symtable(text, name, "exec")  # parses, and makes no tree of Python objects
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         parse_python(text, name)  # symbols have rules of their own: a tree decides
+
+
+def repeated_keyword(text: str, name: str = "<text>") -> SyntaxError | None:
+    """The error for a keyword argument that a call passes twice: the parser accepts it, and the compiler does not."""
+    try:
+        compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        return error if error.msg.startswith("keyword argument repeated") else None
+    except ValueError:
+        return None
+    return None
 
 
 def place_of(error: SyntaxError) -> tuple[int, int]:

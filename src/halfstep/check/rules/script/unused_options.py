@@ -17,12 +17,12 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
-from halfstep.check.script.scaling.stored_flags import shadowed_flags
+from halfstep.check.script.scaling.stored_flags import powerless_flags, shadowed_flags
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
-from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import (
+    fixed_dtypes,
     inherits,
     is_setting,
     is_unread,
@@ -51,7 +51,6 @@ _FORMAT = regex(
     r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
 )
 _BY_NAME = {"locals", "globals", "exec"}
-_SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
     "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
@@ -114,7 +113,7 @@ class UnusedPrecisionOption(ScriptRule):
     reason = (
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
-        'parameter that a function overwrites or only stores, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters '
+        'parameter that a function ignores, overwrites or only stores, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters '
         "autocast), and of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay "
         "what the code fixes."
     )
@@ -141,6 +140,7 @@ class UnusedPrecisionOption(ScriptRule):
         "self.use_amp",
         "self.use_mixed_precision",
         "self.use_fp16",
+        "self.fp16",
         *(f"{mark}--{n}{mark}" for n in ("fp16", "bf16", "mixed_precision") for mark in "'\""),
     )
 
@@ -148,7 +148,7 @@ class UnusedPrecisionOption(ScriptRule):
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
         for part in (
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
-            self._still_scaled, self._printed, self._policies, self._unanswered,
+            self._still_scaled, self._powerless, self._fixed, self._policies, self._unanswered,
         ):  # fmt: skip
             yield from part(script)
         calls = script.outline.calls.keys()
@@ -276,23 +276,19 @@ class UnusedPrecisionOption(ScriptRule):
                         instead=f"use {name} for autocast and the scaler, or remove it",
                     )
 
-    def _printed(self, script: Script) -> Iterator[Finding]:
-        """Precision flags of a class that trains, which only messages depend on, in a file where nothing computes in 16 bits."""
-        outline = script.outline
-        flags = [key for key in outline.bindings if key.startswith("self.") and _FLAG.fullmatch(key[len("self.") :])]
-        if not flags or "backward" not in outline.calls or _SIXTEEN.search(script.source.text):
-            return
-        trained = {function.cls for _, function in outline.calls["backward"]}
-        for key in flags:
-            name, first = key.removeprefix("self."), outline.bindings[key][0]
-            uses = [n for n in all_nodes(script.tree) if isinstance(n, ast.Attribute) and n.attr == name]
-            loads = [n for n in uses if isinstance(n.ctx, ast.Load) and key_of(n) == key]
-            if first.function.cls in trained and loads and all(is_only_shown(outline, n) for n in loads):
-                yield self.finding(
-                    script.where(first.node),
-                    f"`{key}` only decides what is printed: nothing in this file computes in 16 bits, whatever its value",
-                    instead=f"torch.autocast(..., enabled={key}), or remove the flag",
-                )
+    def _powerless(self, script: Script) -> Iterator[Finding]:
+        """Precision flags of a class that trains, which nothing but messages depend on, in a file where nothing computes in 16 bits."""
+        for node, key, effect in powerless_flags(script, _FLAG):
+            text = f"`{key}` {effect}: nothing in this file computes in 16 bits, whatever its value"
+            instead = f"torch.autocast(..., enabled={key}), or remove the flag"
+            yield self.finding(script.where(node), text, instead=instead)
+
+    def _fixed(self, script: Script) -> Iterator[Finding]:
+        """Parameters for a dtype that a function never reads, while it loads a model in a dtype of its own."""
+        for parameter, function, dtype in fixed_dtypes(script.outline, script.source.text):
+            text = f"`{function.name}` never reads its parameter `{parameter.arg}`: it loads {dtype} with every value"
+            instead = f"pass {parameter.arg} to from_pretrained, or remove the parameter"
+            yield self.finding(script.where(parameter), text, instead=instead)
 
     def _policies(self, script: Script) -> Iterator[Finding]:
         """Mixed-precision policies of FSDP that a function assigns to a variable and uses nowhere."""

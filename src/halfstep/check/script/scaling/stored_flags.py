@@ -1,4 +1,4 @@
-"""Precision flags that a class stores in an attribute, while its training takes the same flag as a parameter."""
+"""Precision flags that a class stores in an attribute, and that its training does not depend on."""
 
 from __future__ import annotations
 
@@ -6,12 +6,75 @@ import ast
 import re
 from collections.abc import Collection, Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import Autocast, Scaler, constant
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Binding, Function
+from halfstep.check.script.syntax.shown import is_only_shown
+from halfstep.check.script.syntax.unread import inherits, is_setting
 
-__all__ = ["shadowed_flags"]
+__all__ = ["powerless_flags", "shadowed_flags"]
+
+# What may compute in 16 bits, and what of another file may do that for a training loop.
+_SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
+_ELSEWHERE = regex(
+    r"scaler|MixedPrecision|mixed_precision_|\bhalf\b|\bamp\.|amp_context|__dict__|vars\(", re.IGNORECASE
+)
+
+
+def powerless_flags(script: Script, flags: re.Pattern[str]) -> Iterator[tuple[ast.AST, str, str]]:
+    """Flags of a class that trains, in a file where nothing computes in 16 bits: what sets them, their key and what is wrong.
+
+    They are read for messages only, or nowhere.
+    """
+    outline, text = script.outline, script.source.text
+    keys = [key for key in outline.bindings if key.startswith("self.") and flags.fullmatch(key[len("self.") :])]
+    if not keys or "backward" not in outline.calls or _SIXTEEN.search(text):
+        return
+    trained = {function.cls for _, function in outline.calls["backward"]}
+    for key in keys:
+        name, first = key.removeprefix("self."), outline.bindings[key][0]
+        if first.function.cls not in trained:
+            continue
+        uses = [n for n in all_nodes(script.tree) if isinstance(n, ast.Attribute) and n.attr == name]
+        loads = [n for n in uses if isinstance(n.ctx, ast.Load) and key_of(n) == key]
+        if loads and all(is_only_shown(outline, n) for n in loads):
+            yield first.node, key, "only decides what is printed"
+        elif len(outline.bindings[key]) == 1 and _is_left(script, first, name, uses):
+            yield first.node, key, "is stored and never read"
+
+
+def _is_left(script: Script, binding: Binding, name: str, uses: Collection[ast.AST]) -> bool:
+    """Whether nothing can read a flag that is stored once: its class steps an optimizer itself, extends nothing and is passed nowhere."""
+    outline, function, value = script.outline, binding.function, binding.value
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "bool" and value.args:
+        value = value.args[0]
+    if isinstance(value, ast.Name):
+        # A parameter with another use may decide the precision there.
+        is_given = value.id in function.params
+        is_given &= sum(isinstance(n, ast.Name) and n.id == value.id for n in ast.walk(function.node)) == 1
+    else:
+        is_given = is_setting(value)
+    if not is_given or inherits(outline, function.cls) or _ELSEWHERE.search(script.source.text):
+        return False
+    own = [call for call, f in outline.calls["backward"] if f.cls == function.cls]
+    steps = [call for call, f in outline.calls.get("step", ()) if f.cls == function.cls]
+    # `engine.backward(loss)` is the backward pass of a library.
+    if not steps or any(call.args for call in own):
+        return False
+    here = set(ast.walk(binding.node))
+    if not here.issuperset(uses):  # `config.fp16` there is what it stores
+        return False
+    nodes = all_nodes(script.tree)
+    owners = {n.value for n in nodes if isinstance(n, ast.Attribute)}
+    for node in nodes:
+        is_named = isinstance(node, ast.Constant) and node.value == name and node not in here
+        if is_named or (isinstance(node, ast.Name) and node.id == "self" and node not in owners):
+            return False
+    return True
 
 
 def shadowed_flags(

@@ -43,6 +43,7 @@ class Outline:
     statement_calls: dict[ast.AST, list[StatementCall]] = field(default_factory=dict)  # in the order they run
     scaling: set[ast.AST] = field(default_factory=set)  # statements with "scale" in a name
     unread: set[ast.AST] = field(default_factory=set)  # functions that were not walked, because they cannot matter
+    repeats_keyword: bool = False  # whether a call may pass a keyword argument twice
 
     @cached_property
     def library_calls(self) -> dict[str, list[CallSite]]:

@@ -7,9 +7,11 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "fixed_dtypes",
     "inherits",
     "is_hidden",
     "is_setting",
@@ -23,6 +25,7 @@ __all__ = [
     "unread_parameters",
 ]
 
+_DTYPE = regex(r"(torch_|model_)?dtype")
 _READS_FILE = {"read", "readline", "read_text"}
 _OPENS_FILE = {"open", "readlines"}
 
@@ -146,6 +149,35 @@ def unread_parameters(function: Function, text: str, names: re.Pattern[str]) -> 
     arguments = function.node.args
     wanted = [a for a in (*arguments.args, *arguments.kwonlyargs) if names.fullmatch(a.arg)]
     yield from (a for a in wanted if is_unread(text, function, a.arg))
+
+
+def fixed_dtypes(outline: Outline, text: str) -> Iterator[tuple[ast.arg, Function, str]]:
+    """Parameters for a dtype that a function never reads, with the function and the dtype that it loads a model in."""
+    if "locals" in outline.calls:
+        return
+    loaded: dict[Function, set[str]] = {}
+    for call, function in outline.calls.get("from_pretrained", ()):
+        fixed = [outline.names.full(k.value) for k in call.keywords if k.arg in {"dtype", "torch_dtype"}]
+        loaded.setdefault(function, set()).update(fixed)
+    for function, fulls in loaded.items():
+        # A method, or a function with a decorator, may have the signature that another class or library asks for.
+        if isinstance(function.node, ast.Module) or function.method or function.node.decorator_list:
+            continue
+        full = next(iter(fulls)) if len(fulls) == 1 else ""  # with two, something else decides
+        arguments = function.node.args
+        for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if full else ():
+            sharing = [f for f in outline.functions if parameter.arg in f.params]
+            if _DTYPE.fullmatch(parameter.arg) and not any(_is_named(text, f, parameter.arg) for f in sharing):
+                yield parameter, function, full
+
+
+def _is_named(text: str, function: Function, name: str) -> bool:
+    """Whether the code of a function has a name in another place than the left of a `=`, as in `load(dtype=torch.float16)`."""
+    first = function.body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    body = function.body[is_text:]
+    lines = text.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if body else []
+    return any(re.search(rf"(?<!\.)\b{name}\b(?!\s*=[^=])", line.partition("#")[0]) for line in lines)
 
 
 def unread_argument(outline: Outline, text: str, function: Function, name: str) -> ast.arg | None:

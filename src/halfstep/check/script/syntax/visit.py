@@ -58,6 +58,9 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
                 out.calls.setdefault(last, []).append(CallSite(node, around.function))
             if not around.deferred:
                 out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
+            if len(node.keywords) > 1 and not out.repeats_keyword:
+                named = [k.arg for k in node.keywords if k.arg is not None]
+                out.repeats_keyword = len(set(named)) < len(named)
             _push(out, stack, reads, node, (node.func, *node.args, *node.keywords), around)
             continue
         if isinstance(node, ast.stmt):
