@@ -56,6 +56,41 @@ def test_an_engine_with_the_only_configuration_of_the_file(enabled, cast, lines)
     assert [f.line for f in findings(ENGINE.format(enabled=enabled, cast=cast), "HS154")] == lines
 
 
+TWO_MODELS = """\
+import deepspeed
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return self.head(x)
+def train_sharded(loader):
+    model = Net()
+    config = {{"train_batch_size": 8, "fp16": {{"enabled": True}}}}
+    {engine}, *_ = deepspeed.initialize(model=model, config=config)
+    return {engine}
+def train_plain(loader, engine):
+    {created}
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "created", "lines"),
+    [
+        ("engine", "model = Net().cuda()\n    model = DDP(model)", []),
+        ("model", "model = DDP(Net())", []),
+        ("model", "model = torch.nn.Linear(4, 4)", []),
+        ("model", "model = train_sharded(loader)", [15]),
+        ("model", "model = launcher.prepare(loader)", [15]),  # may be the engine
+    ],
+)
+def test_a_model_of_another_function_is_no_engine(engine, created, lines):
+    """Two functions have a variable of that name, and one of them creates another object under it."""
+    text = TWO_MODELS.format(engine=engine, created=created)
+    assert [f.line - created.count("\n") for f in findings(text, "HS154")] == lines
+
+
 CRITERION = """\
 import torch
 from functools import partial

@@ -219,3 +219,41 @@ def test_an_accelerator_is_passed_a_scaled_loss(created, options, loss, unscale,
     """HS110: `accelerator.backward(scaler.scale(loss))` leaves scaled gradients like `scaler.scale(loss).backward()`."""
     text = HANDED.format(created=created, options=options, loss=loss, unscale=unscale)
     assert [f.line for f in findings(text, "HS110")] == expected
+
+
+EVERY = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for step, (x, y) in enumerate(loader):
+    is_last = {last}
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y) / n
+    scaler.scale(loss).backward()
+    if {end}:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if {log}:
+        print([p.grad.norm() for p in model.parameters() if p.grad is not None])
+"""
+LAST = "(step + 1) % n == 0"
+
+
+@pytest.mark.parametrize(
+    ("last", "end", "log", "expected"),
+    [
+        (f"{LAST} or step + 1 == len(loader)", "is_last", "step % 50 == 0", [14]),
+        (LAST, LAST, "step % log_every == 0 and is_main_process()", [14]),
+        (LAST, "is_last", "step % args.log_every == 0 and rank == 0", [14]),
+        (LAST, LAST, "(step + 1) % 50 == 0", []),  # may be a multiple of n
+        ("step % n == 0", "is_last", "step % 50 == 0", []),
+        (LAST, LAST, "step % 50 == 0 and is_last", []),
+        (LAST, LAST, "step % 50 == 0 and not is_main_process()", []),
+        (LAST, LAST, "i % 50 == 0", []),  # another counter
+        ("True", "is_last", "step % 50 == 0", []),
+    ],
+)
+def test_norms_of_every_so_many_micro_batches(last, end, log, expected):
+    """HS110: `step % 50 == 0` is the first micro-batch of a window that `(step + 1) % n == 0` ends."""
+    assert [f.line for f in findings(EVERY.format(last=last, end=end, log=log), "HS110")] == expected

@@ -51,13 +51,19 @@ def test_micro_batches_without_a_step_leave_scaled_gradients(then, line, test):
     assert lines(then, test, clear="            pass") == [line]
 
 
+@pytest.mark.parametrize("test", TESTS[:2])
+def test_a_log_in_the_first_micro_batch_of_a_window(test):
+    """`i % k == 0` is true for 0, where a window of several micro-batches never ends."""
+    assert lines("        if i % args.log_every == 0:\n            log(measure(model))", test) == [17]
+
+
 @pytest.mark.parametrize(
     ("then", "changes"),
     [
         # Within the window, in the same iterations or others, after every window, and after a step in each iteration.
         ("            log(measure(model))\n            optimizer.zero_grad()", {"clear": "            pass"}),
         ("        if (i + 1) % n == 0:\n            log(measure(model))", {"clear": "            pass"}),
-        ("        if i % args.log_every == 0:\n            log(measure(model))", {}),
+        ("        if (i + 1) % args.log_every == 0:\n            log(measure(model))", {}),
         ("        if step_count > seen:\n            log(measure(model))", {}),
         ("    log(measure(model))", {}),
         ("        log(measure(model))", {"test": "not args.debug"}),

@@ -275,6 +275,9 @@ for x, y in loader:
         ("is_bad = not torch.isfinite(grad_norm)", "is_bad", []),
         ("pass", "not math.isfinite(grad_norm.item())", []),
         ("pass", "not torch.isfinite(grad_norm).all()", []),
+        ("pass", "not torch.isfinite(torch.tensor(grad_norm))", []),
+        ("is_finite = torch.isfinite(torch.as_tensor(grad_norm)).item()", "not is_finite", []),
+        ("pass", "not torch.isfinite(torch.tensor(loss))", [18]),
         ("pass", "torch.isnan(grad_norm) or torch.isinf(grad_norm)", []),
         ("is_bad = torch.isnan(grad_norm)", "is_bad", [18]),  # an infinite norm passes
         ("is_finite = bool(torch.isfinite(loss).item())", "not is_finite", [18]),

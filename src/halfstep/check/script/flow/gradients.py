@@ -59,6 +59,8 @@ _HARMLESS = regex(
     r"requires_grad|\.grad is (not )?None|is(finite|nan|inf)\(\w+\.grad|'[^']*'|\"[^\"]*\"|"
     r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
 )
+_EVERY = regex(r"(\w+) % [\w.]+ == 0")
+_ONE_PROCESS = regex(r"^(?!not )[\w.]*(main_process|master|rank_?(0|zero))(\(\))?$|^[\w.]*rank(\(\))? == 0$")
 _HAS_GRADIENT = regex(r"\.(grad|requires_grad)$")  # of a guard: `is not None` is left out
 _WRAPS = frozenset({"prepare", "setup", "setup_optimizers"})
 _BUILDS = regex(r"(^|[._])[a-z]+_optimi[sz]ers?$")
@@ -162,12 +164,25 @@ def unstepped_when(script: Script, trace: Trace, first: int, last: int) -> Guard
         return None
     # What else decides whether gradients are used may be true in the same iterations as the step.
     own = [g for g in use.guards if g not in back.guards and not _HAS_GRADIENT.search(g.text)]
-    if not all(is_setting(script, g, use) for g in own):
-        return None
     steps = [e for e in between(trace, first, last, *STEPS) if e.loops == back.loops]
     ends = [[g for g in e.accumulating if g not in use.guards and g not in back.guards] for e in steps]
     shared = [g for g in ends[0] if all(g in guards for guards in ends)] if ends else []
-    return shared[0].opposite if shared else None
+    if not shared:
+        return None
+    begins = any(_is_before(script, g, shared[0], steps[0]) for g in own)
+    for guard in own:
+        in_first = begins and guard.is_true and (_EVERY.fullmatch(guard.text) or _ONE_PROCESS.search(guard.text))
+        if not in_first and not is_setting(script, guard, use):
+            return None
+    return shared[0].opposite
+
+
+def _is_before(script: Script, guard: Guard, end: Guard, step: Event) -> bool:
+    """Whether a use of every so many iterations, `i % 50 == 0`, is in the first one of a window, which `(i + 1) % n == 0` ends."""
+    every = _EVERY.fullmatch(guard.text) if guard.is_true and end.is_true else None
+    values = script.outline.values(end.text, step.function) if end.text.isidentifier() else []
+    texts = [text_of(value) for value in values] if values else [end.text]
+    return every is not None and len(texts) == 1 and f"({every[1]} + 1) % " in texts[0]
 
 
 def _independent(script: Script, unscale: Event, back: Event, use: Event) -> list[Guard]:

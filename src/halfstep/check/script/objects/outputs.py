@@ -284,6 +284,8 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     key = key_of(call.func)
     names, models = set(), []
     for site in created:
+        if _is_other_object(outline, key, function, site):
+            continue
         statement = outline.parents.get(site.call)
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         first = [t.elts[0] if isinstance(t, ast.Tuple) and t.elts else t for t in targets]
@@ -313,6 +315,17 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations) and not conditional
     condition = "where its inputs are cast, " if conditional else ""
     return Exit(key, formats, certain, f"{condition}the engine has 16-bit weights, and no autocast is active")
+
+
+def _is_other_object(outline: Outline, key: str, function: Function, site: CallSite) -> bool:
+    """Whether a function creates an object of its own under a name that the function with the engine has too: `model = DDP(Net())`."""
+    bound = outline.bindings.get(key, ()) if key.isidentifier() and site.function is not function else ()
+    own = [b for b in bound if b.function is function]
+    if not own or not any(b.function is site.function for b in bound):
+        return False
+    calls = [b.value for b in own if isinstance(b.value, ast.Call) and b.index is None]
+    known = [c for c in calls if created_classes(outline, c) or outline.names.full(c.func).startswith("torch.")]
+    return len(known) == len(own)
 
 
 def _configured(outline: Outline, site: CallSite) -> str:

@@ -30,6 +30,7 @@ _EXITS = {"exit", "quit", "sys.exit", "os._exit", "os.abort"}
 _TESTS = {f"{module}.{name}" for module in ("torch", "math", "np") for name in ("isnan", "isinf", "isfinite")}
 _NORM = regex(r"^[\w.]*norm\w*$", re.IGNORECASE)
 _TO_NUMBER = {"item", "all", "any", "cpu", "detach"}
+_CONVERTS = {"bool", "float", "torch.tensor", "torch.as_tensor"}
 _INTERRUPTS = {"KeyboardInterrupt", "SystemExit", "StopIteration"}  # what a clip or a test of gradients does not raise
 
 
@@ -217,11 +218,11 @@ def _is_norm(node: ast.expr) -> bool:
 
 
 def _plain_number(node: ast.expr) -> ast.expr:
-    """The expression without conversions: `norm` of `float(norm.detach())`, `isfinite(norm)` of `bool(isfinite(norm).item())`."""
+    """The expression without conversions: `norm` of `float(norm.detach())` or `torch.tensor(norm)`, `isfinite(norm)` of `bool(isfinite(norm).item())`."""
     while isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute) and node.func.attr in _TO_NUMBER and not node.args:
             node = node.func.value
-        elif key_of(node.func) in {"bool", "float"} and len(node.args) == 1:
+        elif key_of(node.func) in _CONVERTS and len(node.args) == 1:
             node = node.args[0]
         else:
             break

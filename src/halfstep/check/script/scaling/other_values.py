@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
-from halfstep.check.script.objects.choices import UNKNOWN, strings_of
+from halfstep.check.script.objects.choices import UNKNOWN, pairs_of, strings_of
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import DTYPES, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import (
@@ -21,11 +22,13 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["disabled_by_value", "enabled_by_value", "float16_otherwise", "float16_without_cuda"]
+__all__ = ["disabled_by_value", "enabled_by_value", "float16_by_default", "float16_otherwise", "float16_without_cuda"]
 
 _HALF, _BFLOAT = {"float16", "fp16", "half"}, {"bfloat16", "bf16"}
 _FULL = ("float32", "fp32")
+_DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
 _FORMAT = regex(r"16|dtype|bf|half|float|precision", re.IGNORECASE)
 
 
@@ -108,6 +111,66 @@ def float16_without_cuda(script: Script, scaler: Scaler, opened: Event) -> ast.e
             if is_rest and any(on and asks_for_cuda(test) for test, on in parts):
                 return choice.test
     return None
+
+
+def float16_by_default(script: Script, scaler: Scaler, opened: Event) -> ast.expr | None:
+    """The dtype of a region that is None for some values of a setting: on CUDA it is then float16, and the scaler is off.
+
+    `{"fp32": None, "fp16": torch.float16}[args.dtype]` and `enabled=dtype == torch.float16`.
+    """
+    asking = [test for test, is_true in tests_of(script, scaler) if is_true and isinstance(test, ast.Compare)]
+    scaled = {text_of(test.left) for test in asking if _is_half(script, test)}
+    for region in opened.regions[-1].autocasts if scaled else ():
+        key = key_of(region.dtype_node)
+        sources = script.outline.sources(key, region.function) if key in scaled else []
+        if len(sources) != 1 or sources[0][1].cls != region.function.cls or "cuda" not in region.devices:
+            continue
+        if key.isidentifier() and sources[0][1] is not region.function:
+            continue  # an argument: the caller may decide on the region as well
+        asked = list(_asked_for_none(script, *sources[0]))
+        names = [key, *(text_of(setting) for setting, _ in asked)]
+        if not asked or region.enabled == "no" or any(map(_DEVICE.search, names[1:])):
+            continue
+        if any(_asks_for(script, region, opened, name) or _follows(script, region, name) for name in names):
+            continue
+        if not any(is_excluded(script.outline, s, strings, (sources[0][0], region.node)) for s, strings in asked):
+            return region.dtype_node
+    return None
+
+
+def _is_half(script: Script, test: ast.Compare) -> bool:
+    """Whether a test is whether a dtype is float16: `dtype == torch.float16`."""
+    is_equal = len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is))
+    return is_equal and _dtype(script, test.comparators[0]) == "float16"
+
+
+def _asked_for_none(script: Script, value: ast.expr, function: Function) -> Iterator[tuple[ast.expr, list[str]]]:
+    """The settings that decide if a dtype is None, each with its values for that: of a table, or of `a if x else None`."""
+    if isinstance(value, ast.IfExp):
+        arms = (value.body, value.orelse)
+        inner = [asked for arm in arms for asked in _asked_for_none(script, arm, function)]
+        if inner or any(isinstance(arm, ast.Constant) and arm.value is None for arm in arms):
+            yield value.test.left if isinstance(value.test, ast.Compare) else value.test, list(_FULL)
+            yield from inner
+        return
+    table, place = None, None
+    if isinstance(value, ast.Subscript):
+        table, place = value.value, value.slice
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get":
+        table, place = value.func.value, value.args[0] if value.args else None
+    options = script.outline.values(key_of(table), function) if table is not None and key_of(table) else [table]
+    entries = pairs_of(options[0]) if place is not None and len(options) == 1 and options[0] is not None else None
+    keys = [k for k, v in entries or () if k is not None and isinstance(v, ast.Constant) and v.value is None]
+    if place is not None and keys:
+        yield place, [k.value for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)]
+
+
+def _follows(script: Script, region: Autocast, name: str) -> bool:
+    """Whether the flag of a region is computed from a variable: `enabled=bool(dtype)`."""
+    enabled = argument(region.node, 2, "enabled")
+    parts = [n for n in ast.walk(enabled) if isinstance(n, (ast.Name, ast.Attribute))] if enabled is not None else []
+    values = [v for part in parts for v in script.outline.values(key_of(part), region.function)]
+    return any(name in text_of(node) for node in (enabled, *values) if node is not None)
 
 
 def _asks_for(script: Script, region: Autocast, opened: Event, setting: str) -> bool:

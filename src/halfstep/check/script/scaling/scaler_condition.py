@@ -16,7 +16,12 @@ from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
 from halfstep.check.script.scaling.joint_flags import exclude_each_other
-from halfstep.check.script.scaling.other_values import disabled_by_value, float16_otherwise, float16_without_cuda
+from halfstep.check.script.scaling.other_values import (
+    disabled_by_value,
+    float16_by_default,
+    float16_otherwise,
+    float16_without_cuda,
+)
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -200,6 +205,8 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
             f"on devices other than CUDA, such as MPS, the scaler is disabled (`{text_of(devices[0])}`), and with float16",
             "torch.amp.GradScaler(device.type, enabled=...) for every device, or bfloat16 on the others",
         )
+    if (default := _by_default(script, scaler, opened)) is not None:
+        return default
     if (rest := float16_otherwise(script, scaler, opened)) is not None:
         when = f"with any other `{rest[0]}`, such as 'float32', the dtype is float16 and the scaler ({script.at(scaler.node)}) is disabled, so"
         return Omission(rest[1], when, "reject other values, and enable the scaler for dtype == torch.float16")
@@ -213,6 +220,18 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
         when = f"without CUDA the dtype is float16 (`{text_of(choice)}` is false) and the scaler is disabled, so on the CPU"
         return Omission(opened.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
     return None
+
+
+def _by_default(script: Script, scaler: Scaler, opened: Event) -> Omission | None:
+    """The case that a region has None as its dtype where the scaler is off."""
+    dtype = float16_by_default(script, scaler, opened)
+    if dtype is None:
+        return None
+    return Omission(
+        opened.node,
+        f"when `{text_of(dtype)}` is None, autocast on CUDA computes in float16 and the scaler ({script.at(scaler.node)}) is off, so",
+        f"enabled={text_of(dtype)} is not None in torch.autocast",
+    )
 
 
 def _format_of(test: ast.expr, *, is_true: bool) -> str:
