@@ -2,8 +2,8 @@
 
 An autocast kernel runs before autograd: it casts the inputs and calls the operation again with the autocast key excluded,
 so the cast is part of the graph. Operations that a device's own list lacks get a kernel of ours. Those of CUDA's list that a
-lean region treats differently get one in front of torch's own, which is called everywhere else: a few microseconds for each
-layer norm, so only a process that enters a lean region pays them.
+lean region treats differently get one in front of torch's own, which is called everywhere else. That is Python in each layer
+norm, so only a process that enters a lean region has them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def has_kernel(name: str, key: str) -> bool:
 def install(device_type: str, *, lean: bool = False) -> None:
     """Register the rules once per process, when a 16-bit region, or a lean one, is first entered on such a device."""
     with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
-        missing = [part for part in (False, True)[: 1 + lean] if (device_type, part) not in _libraries]
+        parts = (False, True) if lean else (False,)
+        missing = [part for part in parts if (device_type, part) not in _libraries]
         if not missing or device_type not in KEYS:
             return
         if device_type == "cpu":

@@ -97,11 +97,8 @@ class AccumulationNotPassed(ScriptRule):
             return
         setting = _own_setting(script)
         if setting:
-            launcher = (
-                "launcher or its DeepSpeed configuration"
-                if call.keywords and "deepspeed_plugin" in text_of(call)
-                else "launcher"
-            )
+            has_plugin = argument(call, None, "deepspeed_plugin") is not None
+            launcher = "launcher or its DeepSpeed configuration" if has_plugin else "launcher"
             yield self.finding(
                 script.where(call),
                 f"`accumulate` uses the Accelerator's number of steps, 1 unless the {launcher} sets it: `{setting}` has no effect on it",

@@ -347,7 +347,7 @@ class ClearedEveryMicroBatch(TraceRule):
             return ""
         before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
         divisors = {d for node in (back.node, *(a.statement for a in before)) for d in divided_by(node)}
-        divisors = {d for d in divisors if _is_length(d) and not _is_one(script, d, back)}
+        divisors = {d for d in divisors if _is_length(d) and not latent(script, d, back.function)}
         length = next((d for d in sorted(divisors) if Divisions(d, before).of(back.node)), "")
         return f"the loss is divided by `{length}`" if length else ""
 
@@ -378,12 +378,6 @@ def _cleared(event: Event) -> str:
 def _is_length(divisor: str) -> bool:
     """Whether a divisor is named like the number of micro-batches of a window."""
     return bool(re.search(r"accum", divisor, re.IGNORECASE)) and divisor.replace(".", "").isidentifier()
-
-
-def _is_one(script: Script, divisor: str, event: Event) -> bool:
-    """Whether the file sets the number of micro-batches to 1: every one of them is a window."""
-    values = script.outline.values(divisor, event.function)
-    return bool(values) and all(constant(value) == 1 for value in values)
 
 
 def _may_use(loop: ast.For) -> bool:

@@ -68,12 +68,17 @@ def disabled_by_value(script: Script, scaler: Scaler, opened: Event) -> tuple[st
         if not isinstance(test, ast.Compare) or not (key := text_of(test.left)):
             continue
         known = strings_of(script.outline, test.left, scaler.function) & {*_HALF, *_BFLOAT, *_FULL}
-        outcomes = {s: value_of(test, lambda n, key=key, s=s: s if text_of(n) == key else OPEN) for s in known}  # type: ignore[misc]
+        outcomes = {value: _outcome(test, key, value) for value in known}
         off = sorted(s for s, outcome in outcomes.items() if outcome is (not is_true))
         asked = any(_asks_for(script, a, opened, key) for a in regions)
         if off and not asked and not is_excluded(script.outline, test.left, off, [a.node for a in regions]):
             return key, off[0], set(off) == known
     return None
+
+
+def _outcome(test: ast.expr, key: str, value: str) -> object:
+    """What a test gives where a variable has a value."""
+    return value_of(test, lambda leaf: value if text_of(leaf) == key else OPEN)
 
 
 def enabled_by_value(script: Script, scaler: Scaler) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ A function that returns for a value, and a branch for others, exclude it from wh
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -98,10 +99,10 @@ class _Values:
         strings = {n.value for n in parts if isinstance(n, ast.Constant)}
         strings |= {s for n in parts if isinstance(n, ast.Name) for s in self._named(n)}
         named = [s for s in self.spellings if s in strings] or self.spellings
-        outcomes = [value_of(test, lambda leaf, value=s: self._leaf(leaf, value)) for s in named]  # type: ignore[misc]
+        outcomes = [value_of(test, functools.partial(self._leaf, value)) for value in named]
         return all(outcome is not OPEN and bool(outcome) is is_true for outcome in outcomes)
 
-    def _leaf(self, node: ast.expr, value: str) -> object:
+    def _leaf(self, value: str, node: ast.expr) -> object:
         if setting_name(node) == self.name:
             return value
         return self._named(node) or OPEN if isinstance(node, ast.Name) else OPEN
