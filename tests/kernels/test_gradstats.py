@@ -209,6 +209,23 @@ def test_sums_of_several_dtypes_are_in_the_order_of_the_gradients():
         assert sums_of_squares(grads, tables).tolist() == pytest.approx([*expected[:-1], 4 * expected[-1]], rel=2e-6)
 
 
+@needs_kernels
+def test_sums_of_gradients_that_come_back_to_the_memory_of_an_earlier_step():
+    """Two sets of addresses in turn, then other sizes and another dtype in the same memory: each sum is its own."""
+    tables = {}
+    memory = [[torch.zeros(96, device=DEVICE) for _ in range(3)] for _ in range(2)]
+    for turn in range(12):
+        buffers = memory[turn % 2]
+        sizes = (90, 64, 33) if turn < 8 else (64, 33, 90)
+        grads = [buffer[:size] for buffer, size in zip(buffers, sizes, strict=True)]
+        if turn >= 10:
+            grads = [grad.view(torch.bfloat16) for grad in grads]
+        for i, grad in enumerate(grads):
+            grad.copy_(random_grad(grad.shape, grad.dtype, 10 * turn + i))
+        expected = [grad.double().square().sum().item() for grad in grads]
+        assert sums_of_squares(grads, tables).tolist() == pytest.approx(expected, rel=2e-6)
+
+
 def test_without_tables_or_with_other_dtypes_there_are_no_sums():
     """What kernels cannot read, and a caller who keeps no tables, are left to torch."""
     grads = [random_grad((4,), torch.float32, 0), random_grad((4,), torch.float64, 1)]

@@ -8,10 +8,12 @@ from halfstep.kernels.lion import LionColumn, LionSettings
 from halfstep.kernels.sgd import SGDColumn, SGDSettings
 from halfstep.kernels.table import (
     LAUNCH_SHAPES,
+    NUM_RECENT,
     NUM_SETTINGS,
     ChunkTable,
     Pointer,
     PointerTable,
+    RecentTables,
     copied_to,
     table_bytes,
 )
@@ -37,6 +39,29 @@ def test_pointers_are_copied_only_when_an_address_changes():
     assert first[:, 0].tolist() == [t.data_ptr() for t in tensors]
     assert table.refresh(tensors) is first
     assert table.refresh([tensors[0], torch.zeros(4)]) is not first
+
+
+def test_recent_tables_forget_the_one_that_was_not_used_for_longest():
+    """A key that is asked for stays, one that is not makes room."""
+    tables = RecentTables()
+    for i in range(NUM_RECENT):
+        tables.add((i,), f"table {i}")
+    assert tables.get((0,)) == "table 0"
+    tables.add((NUM_RECENT,), "new")
+    assert tables.get((0,)) == "table 0"
+    assert tables.get((1,)) is None
+    assert [tables.get((i,)) for i in (2, NUM_RECENT)] == ["table 2", "new"]
+
+
+@pytest.mark.gpu
+def test_recent_tables_remember_nothing_of_a_captured_graph():
+    """What is made during a capture lies in the graph's memory."""
+    tables, graph = RecentTables(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tables.add((1,), torch.zeros(1, device="cuda"))
+    assert tables.get((1,)) is None
+    tables.add((1,), "eager")
+    assert tables.get((1,)) == "eager"
 
 
 @pytest.mark.parametrize("dtype", list(LAUNCH_SHAPES), ids=str)

@@ -229,6 +229,31 @@ def test_odd_addresses_strided_gradients_and_mixed_dtypes():
         assert torch.allclose(kernel.master_of(p), reference.master_of(q), rtol=3e-6, atol=1e-7)
 
 
+def test_gradients_may_come_back_to_the_memory_of_an_earlier_step():
+    """Three sets of addresses in turn, some not aligned, and transposed ones at an address of the others: as the reference."""
+    params = [
+        torch.nn.Parameter(torch.randn(24, 24, device=DEVICE)),
+        torch.nn.Parameter(torch.randn(600, device=DEVICE)),
+    ]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    kernel = halfstep.optim.AdamW(params, lr=1e-2, master="split", states="fp32")
+    reference = halfstep.optim.AdamW(twins, lr=1e-2, master="split", states="fp32")
+    reference.step_together = lambda *, ready: False
+    memory = [[torch.zeros(p.numel() + 4, device=DEVICE) for p in params] for _ in range(3)]
+    for step in range(9):
+        for i, (p, q) in enumerate(zip(params, twins, strict=True)):
+            offset = step % 3 == 1
+            grad = memory[step % 3][i][offset : offset + p.numel()].view(p.shape)
+            if step in {5, 6}:
+                grad = grad.t()
+            grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)))
+            p.grad, q.grad = grad, grad.clone()
+        kernel.step()
+        reference.step()
+    for p, q in zip(params, twins, strict=True):
+        assert torch.allclose(kernel.master_of(p), reference.master_of(q), rtol=3e-6, atol=1e-7)
+
+
 def test_tensors_may_come_and_go_between_steps():
     """Parameters without a gradient are left out, step counts stay their own, groups may be added, rates changed."""
     params, optimizer = build(torch.float32, "none", "fp32", sizes=[(300,), (40,), (7,)])

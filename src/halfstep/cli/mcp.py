@@ -128,4 +128,5 @@ def _options(**values: object) -> list[str]:
 def _error(message: str) -> Exception:
     from mcp.server.mcpserver.exceptions import ToolError
 
-    return ToolError(message)
+    error: Exception = ToolError(message)
+    return error

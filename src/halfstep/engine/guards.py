@@ -41,6 +41,8 @@ from halfstep.hardware.units import few
 
 __all__ = ["GradientGuard", "ModelGuard", "count_registrations", "num_registrations"]
 
+_grad, _dtype, _device = map(operator.attrgetter, ("grad", "dtype", "device"))  # loops over parameters in C
+Place = tuple[torch.dtype, torch.device]
 _EVERY = 16  # checks: the tables are compared although nothing was registered
 _registrations = 0
 _counted: WeakSet[nn.Module] = WeakSet()
@@ -104,7 +106,7 @@ class GradientGuard:
         self._grads, self._versions = [None] * len(self._params), [None] * len(self._params)
 
     def _current(self) -> tuple[list[Tensor | None], list[int | None]]:
-        grads = [param.grad for param in self._params.values()]
+        grads: list[Tensor | None] = list(map(_grad, self._params.values()))
         return grads, [None if grad is None else grad._version for grad in grads]  # noqa: SLF001
 
     @contextlib.contextmanager
@@ -190,7 +192,8 @@ class ModelGuard:
     ) -> None:
         """`params` are those that the optimizers own, by the module's names; `drop_copies` registers them where copies are."""
         self._module, self._drop_copies = module, drop_copies
-        self._placed = [(name, p, p.dtype, p.device) for name, p in params.items()]
+        self._params = dict(params)
+        self._places = self._current_places()
         self._owned = {id(p) for p in params.values()}
         # Weak: a part of the model that is dropped later must not stay in memory.
         self._idle = WeakTensorKeyDictionary({p: None for p in module.parameters() if id(p) not in self._owned})
@@ -202,11 +205,9 @@ class ModelGuard:
 
     def check(self, caller: str) -> None:
         """Raise if a trained parameter has another dtype or device, or a new one has a gradient and no optimizer."""
-        moved = [entry for entry in self._placed if entry[1].dtype is not entry[2] or entry[1].device != entry[3]]
-        if any(param.requires_grad for _, param, _, _ in moved):
-            changes = [
-                f"{n} from {_place(dtype, device)} to {_place(p.dtype, p.device)}" for n, p, dtype, device in moved
-            ]
+        moved = self._moved()
+        if any(self._params[name].requires_grad for name, _, _ in moved):
+            changes = [f"{name} from {_place(*old)} to {_place(*new)}" for name, old, new in moved]
             raise SettingError(
                 f"{caller}(): the model was cast or moved after the Engine was built: {few(changes)}. Masters and optimizer states "
                 "do not follow, and updates would be lost. Remove .half() / .bfloat16() / .float() / .to(...) after Engine(...): build the "
@@ -225,6 +226,18 @@ class ModelGuard:
                 "parametrization, load_state_dict(assign=True)?) and no optimizer of the Engine has them, so they would never be updated. "
                 "Change the model before its optimizer and Engine are built, or close() this engine and build both again."
             )
+
+    def _current_places(self) -> tuple[list[torch.dtype], list[torch.device]]:
+        params = self._params.values()
+        return list(map(_dtype, params)), list(map(_device, params))
+
+    def _moved(self) -> list[tuple[str, Place, Place]]:
+        """The parameters that have another dtype or device than at the set-up, with both."""
+        places = self._current_places()
+        if places == self._places:
+            return []
+        before, now = (zip(*lists, strict=True) for lists in (self._places, places))
+        return [(name, old, new) for name, old, new in zip(self._params, before, now, strict=True) if old != new]
 
     def _has_changed(self) -> bool:
         """Whether the tables of the model's modules are other than at the last check."""

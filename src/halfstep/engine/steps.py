@@ -18,6 +18,7 @@ Several optimizers share one decision: a non-finite gradient anywhere skips them
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ _FUSED = (*_SWITCHED, torch.optim.Adagrad)
 _FUSED_DEVICES = {"cuda", "cpu", "xpu"}
 # torch 2.13 on Arm: the last elements of each vector of 16-bit weights and momentum are computed from stray memory.
 _WRONG_KERNEL = "torch's fused SGD is wrong for 16-bit weights on some CPUs"
+_is_sparse = operator.attrgetter("is_sparse")
 _MARK = "_halfstep_steps"  # on an optimizer while the Engine steps it
 
 
@@ -175,10 +177,11 @@ def gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Of a sharded parameter it is this rank's part.
     """
     gradients = {name: grad for name, param in params.items() if (grad := param.grad) is not None}
-    if any(type(grad) is not Tensor for grad in gradients.values()):
+    if {*map(type, gradients.values())} != {Tensor}:
         gradients = {name: gradient_of(params[name]) for name in gradients}
-    for name in [name for name, grad in gradients.items() if grad.is_sparse and not grad.is_coalesced()]:
-        gradients[name] = params[name].grad = gradients[name].coalesce()
+    if any(map(_is_sparse, gradients.values())):
+        for name in [name for name, grad in gradients.items() if grad.is_sparse and not grad.is_coalesced()]:
+            gradients[name] = params[name].grad = gradients[name].coalesce()
     return gradients
 
 

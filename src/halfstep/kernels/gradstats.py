@@ -35,13 +35,14 @@ def sums_of_squares(grads: Sequence[Tensor], tables: dict[Any, Any] | None) -> T
     """The sum of squares of each gradient, in fp32, by one launch for each dtype; None where kernels cannot read all of them.
 
     `tables` is a dictionary that the caller passes at every step: the kernels' tables are stored in it, and without it
-    the kernels are not used. If the allocator returned the memory of the last step, the host need not examine each gradient.
+    the kernels are not used. If the allocator returned the memory of one of the last steps, the host need not examine each gradient.
     """
     if tables is None or not grads:
         return None
     stats = tables.get("stats")
-    if stats is not None and stats.knows(grads):
-        return stats.same_sums()  # type: ignore[no-any-return]
+    known: Tensor | None = None if stats is None else stats.known_sums(grads)
+    if known is not None:
+        return known
     device = grads[0].device
     if not triton_runs_on(device) or not all(_kernel_reads(g) and g.device == device for g in grads):
         return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.table import ChunkTable, PointerTable, to_device
+from halfstep.kernels.table import ChunkTable, RecentTables, to_device
 from halfstep.kernels.table_triton import chunk_pointer, load
 
 __all__ = ["GradStats", "judge"]
@@ -25,7 +27,8 @@ __all__ = ["GradStats", "judge"]
 CHUNK = 8192
 _WARPS = 8
 
-_address = operator.methodcaller("data_ptr")
+_address, _numel = map(operator.methodcaller, ("data_ptr", "numel"))  # loops over gradients in C
+_dtype = operator.attrgetter("dtype")
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _OUTCOME = ("flag", "norm", "divisor")  # of a step; the divisor includes clipping
 _FLAG, _NORM, _DIVISOR = (tl.constexpr(i) for i in range(len(_OUTCOME)))
@@ -34,7 +37,7 @@ _FLAG, _NORM, _DIVISOR = (tl.constexpr(i) for i in range(len(_OUTCOME)))
 @triton.jit(do_not_specialize=["num_full"])
 def _sumsq_kernel(
     chunks,  # int32 (C, 2): tensor index, chunk index within the tensor; full ones first
-    pointers,  # int64 (T, 1): gradient
+    pointers,  # int64 (T,): gradient
     numels,  # int64 (T,)
     partial,  # fp32 (C,)
     num_full,
@@ -115,67 +118,73 @@ class GradStats:
     """Sums of squares of a list of gradients of one device; reuses its tables from step to step."""
 
     def __init__(self) -> None:
-        self._addresses: list[int] = []  # of the gradients of the last call
-        self._dtypes: list[torch.dtype] = []
-        self._groups: list[_SameDtype] = []
+        self._recent: RecentTables[list[_SameDtype]] = RecentTables()
+        self._last: dict[torch.dtype, _SameDtype] = {}  # of the last gradients that were examined
 
-    def knows(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these have the number and addresses of the gradients of the last call."""
-        return bool(self._addresses) and list(map(_address, grads)) == self._addresses
+    def known_sums(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """`sums` for gradients in the memory of one of the last few calls, without examining each; None for others."""
+        groups = self._recent.get(_key(grads))
+        return None if groups is None else _sums(groups, len(grads))
 
     def sums(self, grads: Sequence[Tensor]) -> Tensor:
         """The sum of squares of each gradient, in fp32."""
-        dtypes, device = [g.dtype for g in grads], grads[0].device
-        if dtypes != self._dtypes or self._groups[0].device != device:
-            places = {dtype: [i for i, own in enumerate(dtypes) if own is dtype] for dtype in dict.fromkeys(dtypes)}
-            self._dtypes, self._groups = dtypes, [_SameDtype(*group, device) for group in places.items()]
-        for group in self._groups:
-            group.refresh(grads)
-        self._addresses = list(map(_address, grads))
-        return self.same_sums()
-
-    def same_sums(self) -> Tensor:
-        """`sums` for gradients that `knows` has recognised, without examining each again."""
-        sums = torch.empty(len(self._dtypes), dtype=torch.float32, device=self._groups[0].device)
-        for group in self._groups:
-            group.write(sums)
-        return sums
+        places: dict[torch.dtype, list[int]] = {}
+        for i, grad in enumerate(grads):
+            places.setdefault(grad.dtype, []).append(i)
+        self._last = {dtype: _tables(dtype, own, grads, self._last.get(dtype)) for dtype, own in places.items()}
+        groups = list(self._last.values())
+        self._recent.add(_key(grads), groups)
+        return _sums(groups, len(grads))
 
 
+def _key(grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    return (grads[0].device, *map(_address, grads), *map(_numel, grads), *map(_dtype, grads))
+
+
+@dataclass(frozen=True)
 class _SameDtype:
     """The tables of the gradients of one dtype."""
 
-    def __init__(self, dtype: torch.dtype, places: Sequence[int], device: torch.device) -> None:
-        self.device = device
-        self._dtype, self._places = dtype, places
-        self._places_on_device = to_device(np.asarray(places, dtype=np.int32), device)
-        self._pointers = PointerTable()
-        self._chunks: ChunkTable | None = None
-
-    def refresh(self, grads: Sequence[Tensor]) -> None:
-        """Bring the tables up to date with the gradients of this step, all dtypes together."""
-        own = [grads[i] for i in self._places]
-        self._pointers.refresh(own)
-        key = (tuple(g.numel() for g in own), self._pointers.aligned())
-        if self._chunks is None or self._chunks.key != key:
-            self._chunks = ChunkTable(*key, CHUNK, self.device)
+    dtype: torch.dtype
+    places: list[int]  # among all gradients
+    places_on_device: Tensor
+    pointers: Tensor
+    chunks: ChunkTable
 
     def write(self, sums: Tensor) -> None:
         """Compute the sums of these gradients, and write each to its place."""
-        chunks, count = self._chunks, len(self._places)
-        assert chunks is not None
-        partial = torch.empty(chunks.num_chunks, dtype=torch.float32, device=self.device)
+        chunks, count = self.chunks, len(self.places)
+        partial = torch.empty(chunks.num_chunks, dtype=torch.float32, device=sums.device)
         if chunks.num_chunks:
             _sumsq_kernel[(chunks.num_chunks,)](
                 chunks.rows,
-                self._pointers.table,
+                self.pointers,
                 chunks.numels,
                 partial,
                 chunks.num_full,
-                DTYPE=_TL[self._dtype],
+                DTYPE=_TL[self.dtype],
                 CHUNK=CHUNK,
                 num_warps=_WARPS,
             )
-        _per_tensor_kernel[(count,)](
-            partial, chunks.bounds, self._places_on_device, sums, count, BLOCK=256, num_warps=1
-        )
+        _per_tensor_kernel[(count,)](partial, chunks.bounds, self.places_on_device, sums, count, BLOCK=256, num_warps=1)
+
+
+def _tables(dtype: torch.dtype, places: list[int], grads: Sequence[Tensor], last: _SameDtype | None) -> _SameDtype:
+    """The tables of the gradients in these places; those of the last step where they are the same."""
+    own = [grads[i] for i in places]
+    device = own[0].device
+    addresses = np.fromiter(map(_address, own), dtype=np.int64, count=len(own))
+    key = (tuple(map(_numel, own)), tuple((addresses % 16 == 0).tolist()))
+    if last is not None and last.pointers.device != device:
+        last = None
+    chunks = last.chunks if last is not None and last.chunks.key == key else ChunkTable(*key, CHUNK, device)
+    same_places = last is not None and last.places == places
+    places_on_device = last.places_on_device if same_places else to_device(np.asarray(places, dtype=np.int32), device)  # type: ignore[union-attr]
+    return _SameDtype(dtype, places, places_on_device, to_device(addresses, device), chunks)
+
+
+def _sums(groups: Sequence[_SameDtype], count: int) -> Tensor:
+    sums = torch.empty(count, dtype=torch.float32, device=groups[0].pointers.device)
+    for group in groups:
+        group.write(sums)
+    return sums

@@ -23,7 +23,15 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.layout import Rule
-from halfstep.kernels.table import LAUNCH_SHAPES, NUM_MOMENTS, NUM_SETTINGS, ChunkTable, Pointer, to_device
+from halfstep.kernels.table import (
+    LAUNCH_SHAPES,
+    NUM_MOMENTS,
+    NUM_SETTINGS,
+    ChunkTable,
+    Pointer,
+    RecentTables,
+    to_device,
+)
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.shards import gradient_of, is_sharded, local
 from halfstep.precision.formats import DTYPES_16_BIT
@@ -35,7 +43,9 @@ Row = tuple[float, ...]
 _DTYPES = (torch.float32, *DTYPES_16_BIT)
 _REHEARSED = max(chunk for chunk, _ in LAUNCH_SHAPES.values()) + 1  # elements: a full chunk and a tail
 _WITHOUT_MOMENTS = {Rule.SGD: Rule.PLAIN_SGD}
-_address, _numel, _values = map(operator.methodcaller, ("data_ptr", "numel", "values"))  # loops over parameters in C
+# Loops over parameters in C.
+_address, _numel, _is_contiguous, _values = map(operator.methodcaller, ("data_ptr", "numel", "is_contiguous", "values"))
+_dtype = operator.attrgetter("dtype")
 
 
 class KernelSettings(Protocol):
@@ -165,6 +175,7 @@ class FusedStep:
         self._table = torch.empty(0)  # the same on the device
         self._planned_for: tuple[Any, ...] = ()
         self._launches: list[Any] = []
+        self._recent: RecentTables[tuple[Tensor, tuple[Any, ...], list[Any]]] = RecentTables()  # the three above
 
     def prepare(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Tensor]], group_of: Sequence[int]) -> None:
         """Build tables for these parameters, which all have gradients and complete states, and forget any others."""
@@ -183,7 +194,7 @@ class FusedStep:
         self._stored = [value for own in states for value in own.values()]
         self._group_of = to_device(np.asarray(group_of, dtype=np.int32), device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._pointers, self._planned_for = None, ()
+        self._pointers, self._planned_for, self._recent = None, (), RecentTables()
 
     def _parts_of(self, params: list[Tensor]) -> list[Tensor]:
         return [local(p) for p in params] if self._is_sharded else params
@@ -251,19 +262,26 @@ class FusedStep:
             self._settings.copy_(table.pin_memory(), non_blocking=True)
 
     def _refresh_pointers(self, grads: list[Tensor], device: torch.device) -> bool:
-        """Bring the device's table up to date; copied only if an address changed."""
-        addresses = np.fromiter(map(_address, grads), dtype=np.int64, count=len(grads))
-        if self._pointers is not None and np.array_equal(addresses, self._pointers[:, Pointer.GRAD]):
+        """Choose the device's table for these gradients; one is copied there if the last few steps had none at their addresses."""
+        if not all(map(_is_contiguous, grads)):
+            self._params = []  # left to the reference
+            return False
+        key = (*map(_address, grads), *map(_dtype, grads))
+        known = self._recent.get(key)
+        if known is not None:
+            self._table, self._planned_for, self._launches = known
             return True
-        if not all(g.is_contiguous() and g.dtype in _DTYPES for g in grads):
-            self._params = []  # strided gradients: left to the reference
+        if not {g.dtype for g in grads} <= set(_DTYPES):
+            self._params = []
             return False
         if self._pointers is None:
             rows = [self._pointer_row(p, s) for p, s in zip(self._parts, self._states, strict=True)]
             self._pointers = np.array(rows, dtype=np.int64)
-        self._pointers[:, Pointer.GRAD] = addresses
+        self._pointers = self._pointers.copy()  # on a CPU the array is the table, and earlier ones are remembered
+        self._pointers[:, Pointer.GRAD] = key[: len(grads)]
         self._table = to_device(self._pointers, device)
         self._plan_launches(grads, device)
+        self._recent.add(key, (self._table, self._planned_for, self._launches))
         return True
 
     def _plan_launches(self, grads: Sequence[Tensor], device: torch.device) -> None:
