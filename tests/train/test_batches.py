@@ -37,14 +37,14 @@ def test_a_step_has_its_batches_in_order():
     assert BatchId(0, 1, None, (4, 5)).as_data()["samples"] == [4, 5]
 
 
-def test_batches_of_the_last_two_steps_are_stored():
-    """On a GPU a loss arrives during the next step; of older steps the position remains."""
-    steps, batches = filled(3)
+def test_batches_of_the_last_three_steps_are_stored():
+    """On a GPU a loss arrives during the next step, or the one after it; of older steps the position remains."""
+    steps, batches = filled(4)
     references = [weakref.ref(batch[0]) for batch in batches]
     del batches
     gc.collect()
-    assert [reference() is None for reference in references] == [True, False, False]
-    assert [step.identify().batches[0].hash is None for step in steps] == [True, False, False]
+    assert [reference() is None for reference in references] == [True, False, False, False]
+    assert [step.identify().batches[0].hash is None for step in steps] == [True, False, False, False]
     assert steps[0].identify().batches[0].index == 0
 
 

@@ -2,8 +2,9 @@
 
 A batch is identified by its epoch and its index in the loader, from 0; by the indices of its samples in the dataset, where its
 loader determines them (`train.order`); and by a short hash of what the loader returned. Nothing of that is computed unless
-somebody asks, so the batches themselves are stored: those of the last two steps, since on a GPU a loss arrives during
-the next one. They are the loader's own objects, on the host as a rule, and nothing is copied for it.
+somebody asks, so the batches themselves are stored: those of the last three steps. On a GPU a loss arrives during the next
+step as a rule, and at the latest during the one after it, which waits for work that was launched after the loss. The batches
+are the loader's own objects, on the host as a rule, and nothing is copied for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from halfstep.train.stream import DataStream, fingerprint
 __all__ = ["BatchId", "BatchIds", "StepBatches", "WindowBatches"]
 
 HASH_DIGITS = 12
-_MOST_STEPS = 2  # whose batches are stored
+_MOST_STEPS = 3  # whose batches are stored
 
 
 @dataclass(frozen=True)
