@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -302,6 +303,32 @@ def test_a_parameter_on_another_device_is_rejected():
     param.device = torch.device("cuda", 0)
     with pytest.raises(SettingError, match=r"step\(\): .*weight from float32 on cpu to float32 on cuda:0"):
         guard.check("step")
+
+
+class Router(nn.Linear):
+    """A layer that casts itself in its forward, as the routers of transformers' Switch Transformers do."""
+
+    def forward(self, x):
+        """In fp32, whatever the weights were."""
+        return super().to(torch.float32)._linear(x)
+
+    def _linear(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all of a name", "some of a name"])
+def test_a_model_that_casts_a_part_of_itself_trains_with_the_patterns_that_the_error_names(mixed):
+    """In a lean preset its own cast replaces a 16-bit weight; `keep_fp32` with the error's patterns keeps that part and no other."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), Router(3, 3)) for _ in range(3)))
+    model.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) if mixed else nn.Linear(3, 3))
+    engine = engine_of(copy.deepcopy(model), "bf16-lean")
+    with pytest.raises(SettingError, match=r"casts them in its forward, .*keep_fp32=(\S+) in the precision") as raised:
+        train(engine)
+    patterns = re.search(r"keep_fp32=(\S+)", str(raised.value))[1]
+    assert patterns == ("0.1|1.1|2.1" if mixed else "*.1")
+    engine = engine_of(model, f"bf16-lean,keep_fp32={patterns}")
+    assert not train(engine).skipped
+    assert [p.dtype for p in model[2].parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 def assign_state(model):

@@ -28,7 +28,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from weakref import WeakSet
 
 import torch
@@ -38,6 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
+from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["GradientGuard", "ModelGuard", "count_registrations", "num_registrations"]
 
@@ -212,6 +215,7 @@ class ModelGuard:
                 f"{caller}(): the model was cast or moved after the Engine was built: {few(changes)}. Masters and optimizer states "
                 "do not follow, and updates would be lost. Remove .half() / .bfloat16() / .float() / .to(...) after Engine(...): build the "
                 "model on its device in fp32, then its optimizer and the Engine, and choose the precision with Engine(precision=...)."
+                f"{_advice(self._module, moved)}"
             )
         if self._has_changed():
             count_registrations(self._module)
@@ -266,6 +270,18 @@ def _structure(module: nn.Module) -> list[tuple[Mapping[str, object], list[int],
     """
     tables = (table for m in module.modules() for table in (m._parameters, m._modules))  # noqa: SLF001
     return [(table, list(map(id, table.values())), list(table.values())) for table in tables]
+
+
+def _advice(model: nn.Module, moved: Sequence[tuple[str, Place, Place]]) -> str:
+    """What to do about modules that the model casts to fp32 in its own forward, as routers of experts do; else ""."""
+    if any(old[0] not in DTYPES_16_BIT or new != (torch.float32, old[1]) for _, old, new in moved):
+        return ""
+    modules = dict.fromkeys(name.rpartition(".")[0] or name for name, _, _ in moved)
+    patterns = dict.fromkeys(re.sub(r"\b\d+\.", "*.", name) for name in modules)
+    others = [name for name, _ in model.named_modules() if name not in modules]
+    exact = not any(fnmatchcase(name, pattern) for name in others for pattern in patterns)
+    named = "|".join(patterns if exact else modules)
+    return f" If the model itself casts them in its forward, keep them in fp32: keep_fp32={named} in the precision."
 
 
 def _place(dtype: torch.dtype, device: torch.device) -> str:
