@@ -3,6 +3,17 @@
 import pytest
 
 from check_scripts import findings, reported
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
+from halfstep.check.runner import check_document
+from halfstep.check.select import Selection
+
+
+def in_every_way(text: str) -> set[str]:
+    """The codes that are reported for a file: by the rules, for single values of settings and in simulated runs."""
+    document = read_document("train.py", text.encode(), "python")
+    return {f.code for f in check_document(document, Settings(), Selection())}
+
 
 QLORA = """\
 import torch
@@ -119,3 +130,270 @@ class Holder:
 def test_one_method_computes_the_loss_and_its_caller_passes_it_to_another(dtype, code):
     """The region of a loss is found where the method with the backward receives the result of the one with the region."""
     assert reported(HOLDER.format(dtype=dtype)) & {"HS134", "HS120", "HS123"} == ({code} if code else set())
+
+
+PRECISION = """\
+import torch
+from typing import NamedTuple
+
+class Losses(NamedTuple):
+    total: torch.Tensor
+    parts: dict
+
+class Precision:
+    def __init__(self, name):
+        self.name = name
+
+    @property
+    def dtype(self):
+        match self.name:
+            case "fp16" | "half":
+                return torch.float16
+            case "bf16":
+                return torch.bfloat16
+            case _:
+                return torch.float32
+
+    def autocast(self):
+        return torch.autocast("cuda", dtype=self.dtype, enabled=self.name != "fp32")
+
+    def make_scaler(self):
+        return torch.amp.GradScaler("cuda", enabled={enabled})
+
+class Trainer:
+    def __init__(self, cfg, gen, disc):
+        self.precision = Precision(cfg.precision)
+        self.gen, self.disc = gen, disc
+        self.opt_g = torch.optim.AdamW(gen.parameters())
+        self.opt_d = torch.optim.AdamW(disc.parameters())
+        self.scaler_g = self.precision.make_scaler()
+        self.scaler_d = self.precision.make_scaler()
+
+    def generator_loss(self, x):
+        with self.precision.autocast():
+            total = (self.gen(x) - x).abs().mean()
+        return Losses(total, {{}})
+
+    def discriminator_loss(self, x):
+        with self.precision.autocast():
+            return self.disc(x).mean() - self.disc(self.gen(x).detach()).mean()
+
+    def step(self, x):
+        losses = self.generator_loss(x)
+        self.opt_g.zero_grad()
+        self.scaler_g.scale(losses.total).backward()
+        self.scaler_g.step(self.opt_g)
+        self.scaler_g.update()
+        self.opt_d.zero_grad()
+        self.scaler_d.scale(self.discriminator_loss(x)).backward()
+        self.scaler_d.step(self.opt_d)
+        self.scaler_d.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("enabled", "code"),
+    [
+        ('self.name != "fp32"', "HS120"),
+        ('self.name in ("fp16", "bf16")', "HS120"),
+        ("False", "HS123"),
+        ('self.name in ("fp16", "half")', ""),
+    ],
+)
+def test_one_object_chooses_dtype_and_scalers_by_a_match(enabled, code):
+    """A class of precision settings with a `match`, whose method creates the scalers of two optimizers."""
+    found = in_every_way(PRECISION.format(enabled=enabled))
+    assert found & {"HS120", "HS123", "HS122", "HS134"} == ({code} if code else set())
+
+
+AGENT = """\
+import torch
+
+class Agent:
+    def __init__(self, actor, critic, use_amp=True):
+        self.use_amp = use_amp
+        self.actor, self.critic = actor, critic
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.actor_opt = torch.optim.Adam(actor.parameters())
+        self.alpha_opt = torch.optim.Adam([self.log_alpha])
+        self.scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+
+    def update(self, obs):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.use_amp):
+            action, logp = self.actor.sample(obs)
+            loss = (logp - self.critic(obs, action)).mean()
+        self.actor_opt.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.actor_opt)
+        self.scaler.update()
+        alpha_loss = -(self.log_alpha * (logp + 1.0){detach}).mean()
+        self.alpha_opt.zero_grad()
+        alpha_loss.backward()
+        self.alpha_opt.step()
+
+def main(actor, critic, buffer):
+    agent = Agent(actor, critic)
+    for obs in buffer:
+        agent.update(obs)
+"""
+
+
+def test_a_loss_of_detached_values_needs_no_scale():
+    """No gradient passes `detach`, so the temperature of SAC is not trained through the region; its flag is read there."""
+    assert in_every_way(AGENT.format(detach=".detach()")) & {"HS123", "HS139"} == set()
+
+
+SPREAD = """import torch
+from torch.amp import GradScaler, autocast
+
+def region(args):
+    dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if OLD:
+        return {{"enabled": args.amp, "dtype": dtype}}
+    return {{"device_type": "cuda", "enabled": args.amp, "dtype": dtype}}
+
+def train_one_epoch(model, loader, optimizer, args):
+    if OLD:
+        scaler = GradScaler(enabled={enabled})
+    else:
+        scaler = GradScaler("cuda", enabled={enabled})
+    for x in loader:
+        with autocast(**region(args)):
+            loss = model(x).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+@torch.no_grad()
+def evaluate(model, loader, args=None):
+    model.eval()
+    for x in loader:
+        if {test}:
+            with autocast(**region(args)):
+                out = model(x)
+        else:
+            out = model(x)
+"""
+
+
+def test_a_region_whose_arguments_a_function_returns():
+    """Its variables are those of that function; `args is not None and args.amp` is the flag of mixed precision."""
+    text = SPREAD.format(enabled="args.amp", test="args is not None and args.amp")
+    assert in_every_way(text) & {"HS120", "HS149"} == {"HS120"}
+    other = text.replace("torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else ", "")
+    assert in_every_way(other) & {"HS120", "HS149"} == set()
+
+
+FLIPPED = """import torch
+from monai.inferers import sliding_window_inference
+
+def flipped(model, x):
+    preds = [torch.flip(sliding_window_inference(torch.flip(x, axes), (96,) * 3, 2, model), axes) for axes in ([2], [3])]
+    return torch.stack(preds).mean(0)
+
+def main(model, loader, val_loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for epoch in range(100):
+        model.train()
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        model.eval()
+        with torch.no_grad():
+            for x, y in val_loader:
+                if epoch % 10 == 0:
+                    {flipped}
+                else:
+                    with torch.autocast("cuda", dtype=torch.float16):
+                        out = sliding_window_inference(x, (96,) * 3, 4, model)
+"""
+
+
+def test_another_way_to_validate_is_no_branch_without_mixed_precision():
+    """HS149: the branch that calls a function of its own runs without the region that the other branch enters."""
+    plain = FLIPPED.format(flipped="out = flipped(model, x)")
+    assert "HS149" in reported(plain)
+    region = FLIPPED.format(flipped='with torch.autocast("cuda"):\n                        out = flipped(model, x)')
+    assert "HS149" not in reported(region)
+
+
+CONTINUED = """import torch
+
+def train(model, optimizer, scaler, start, last):
+    step = start
+    while step < last:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(next(data)).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        step += 1
+    return step
+
+def main(path, model):
+    start = 0
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if path:
+        state = torch.load(path)
+        start = state.get("global_iter", 0)
+        model.load_state_dict(state["model"])
+        {load}
+    step = train(model, optimizer, scaler, start=start, last=1000)
+    torch.save({{"model": model.state_dict(), "scaler": scaler.state_dict(), "global_iter": step}}, "latest.pt")
+"""
+
+
+def test_a_loop_that_starts_at_a_parameter_continues_a_run():
+    """HS171: the counter of a checkpoint reaches a `while` loop through a parameter of another function."""
+    assert "HS171" in reported(CONTINUED.format(load="pass"))
+    assert "HS171" not in reported(CONTINUED.format(load='scaler.load_state_dict(state["scaler"])'))
+
+
+CONFIGURED = """import torch
+from torch.cuda.amp import GradScaler, autocast
+
+class CFG:
+    apex = True
+    epochs = 3
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.fc(x)
+
+def train_fn(loader, model, criterion, optimizer):
+    scaler = GradScaler(enabled=CFG.apex)
+    for x, y in loader:
+        {region}y_hat = model(x)
+        loss = criterion(y_hat, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+model = Net()
+train_fn(loader, model, criterion, torch.optim.AdamW(model.parameters()))
+"""
+
+
+def test_a_flag_named_apex_computes_nothing():
+    """HS134: notebooks call the flag of mixed precision `CFG.apex`, which is not the package."""
+    assert "HS134" in reported(CONFIGURED.format(region=""))
+    assert "HS134" not in reported(CONFIGURED.format(region="with autocast(enabled=CFG.apex):\n            "))
+
+
+def test_a_dtype_in_the_place_of_the_device():
+    """HS142: `autocast(dtype)` raises, whatever variable the dtype comes from."""
+    text = "import torch\nptdtype = {{'bf16': torch.bfloat16, 'fp16': torch.float16}}[name]\nctx = torch.amp.autocast({})\n"
+    assert "HS142" in reported(text.format("ptdtype"))
+    assert "HS142" not in reported(text.format("device_type, dtype=ptdtype"))

@@ -227,7 +227,11 @@ def _is_alternative(script: Script, validated: Event, event: Event, trained: lis
     if any(not compatible(e, validated) and compatible(e, event) and _is_same(script, event, e) for e in trained):
         return False
     flags = tuple(g for g in validated.guards if is_amp(g) and g.is_true)
-    return not flags or not compatible(dataclasses.replace(validated, guards=flags), plain)
+    if not flags:
+        return len(event.roots) <= len(
+            validated.roots
+        )  # `if use_tta: infer_tta(model, x)` calls another function instead
+    return not compatible(dataclasses.replace(validated, guards=flags), plain)
 
 
 def _name_of(model: str) -> str:
