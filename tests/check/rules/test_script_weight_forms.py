@@ -289,7 +289,9 @@ FLIPPED = """import torch
 from monai.inferers import sliding_window_inference
 
 def flipped(model, x):
-    preds = [torch.flip(sliding_window_inference(torch.flip(x, axes), (96,) * 3, 2, model), axes) for axes in ([2], [3])]
+    preds = []
+    for axes in ([2], [3]):
+        preds.append(torch.flip(sliding_window_inference(torch.flip(x, axes), (96,) * 3, 2, model), axes))
     return torch.stack(preds).mean(0)
 
 def main(model, loader, val_loader):
@@ -315,7 +317,7 @@ def main(model, loader, val_loader):
 
 
 def test_another_way_to_validate_is_no_branch_without_mixed_precision():
-    """HS149: the branch that calls a function of its own runs without the region that the other branch enters."""
+    """HS149: the branch that runs the model on several inputs has no region, unlike the other one; it is not that of float32."""
     plain = FLIPPED.format(flipped="out = flipped(model, x)")
     assert "HS149" in reported(plain)
     region = FLIPPED.format(flipped='with torch.autocast("cuda"):\n                        out = flipped(model, x)')
