@@ -228,9 +228,9 @@ def _is_alternative(script: Script, validated: Event, event: Event, trained: lis
         return False
     flags = tuple(g for g in validated.guards if is_amp(g) and g.is_true)
     if not flags:
-        return len(event.roots) <= len(
-            validated.roots
-        )  # `if use_tta: infer_tta(model, x)` calls another function instead
+        first, last = getattr(event.function.node, "lineno", 0), getattr(event.function.node, "end_lineno", None) or 0
+        # `if use_tta:` calls a function that runs the model several times, on flipped inputs.
+        return not event.roots or not any(first <= loop.line <= last for loop in event.loops)
     return not compatible(dataclasses.replace(validated, guards=flags), plain)
 
 
