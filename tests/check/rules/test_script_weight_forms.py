@@ -202,8 +202,8 @@ class Trainer:
 )
 def test_one_object_chooses_dtype_and_scalers_by_a_match(enabled, code):
     """A class of precision settings with a `match`, whose method creates the scalers of two optimizers."""
-    found = in_every_way(PRECISION.format(enabled=enabled))
-    assert found & {"HS120", "HS123", "HS122", "HS134"} == ({code} if code else set())
+    codes = in_every_way(PRECISION.format(enabled=enabled))
+    assert codes & {"HS120", "HS123", "HS122", "HS134"} == ({code} if code else set())
 
 
 AGENT = """\
@@ -399,3 +399,79 @@ def test_a_dtype_in_the_place_of_the_device():
     text = "import torch\nptdtype = {{'bf16': torch.bfloat16, 'fp16': torch.float16}}[name]\nctx = torch.amp.autocast({})\n"
     assert "HS142" in reported(text.format("ptdtype"))
     assert "HS142" not in reported(text.format("device_type, dtype=ptdtype"))
+
+
+ENUM = """\
+import enum
+import torch
+
+class Precision(enum.Enum):
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def torch_dtype(self):
+        return {{Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}}[self]
+
+class AmpMixin:
+    def setup(self, precision):
+        self.precision = Precision(precision)
+        self.is_low = self.precision is not Precision.FP32
+        self.scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+
+    def region(self):
+        return torch.autocast("cuda", dtype=self.precision.torch_dtype, enabled=self.is_low)
+
+class Trainer(AmpMixin):
+    def __init__(self, model, optimizer, precision="bf16"):
+        self.model, self.optimizer = model, optimizer
+        self.setup(precision)
+
+    def step(self, x):
+        with self.region():
+            loss = self.model(x).mean()
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("enabled", "code"),
+    [
+        ("self.is_low", "HS120"),
+        ("self.precision is Precision.BF16", "HS123"),
+        ("self.precision is Precision.FP16", ""),
+        ("self.precision == Precision.FP16", ""),
+    ],
+)
+def test_an_enum_of_formats_is_read_as_their_names(enabled, code):
+    """Members, conversions, tests by identity and a property of an enum: each run has one of its formats."""
+    codes = in_every_way(ENUM.format(enabled=enabled)) & {"HS120", "HS123"}
+    assert code in codes if code else not codes
+
+
+DENOISED = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+weight_dtype = torch.float32
+if accelerator.mixed_precision == "bf16":
+    weight_dtype = torch.bfloat16
+for batch in loader:
+    timesteps = torch.randint(0, 1000, (8,), device=batch.device)
+    pred = unet(noisy, {timesteps}, cond).sample
+    loss = torch.nn.functional.mse_loss(pred.float(), noise.float())
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_timesteps_in_the_format_of_a_run():
+    """HS611 is also checked for each value of a setting, as scripts of diffusers choose `weight_dtype` by one."""
+    assert "HS611" in in_every_way(DENOISED.format(timesteps="timesteps.to(weight_dtype)"))
+    assert "HS611" not in in_every_way(DENOISED.format(timesteps="timesteps"))

@@ -9,7 +9,7 @@ from halfstep.check.script.script import Script
 
 __all__ = ["is_exercise", "is_test"]
 
-_TESTS = regex(r"(^|/)(tests?|testing)/|(^|/)(test_|conftest)[^/]*$|_test\.py$")
+_TESTS = regex(r"(^|/)(tests?|testing)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
 _FOLDER = regex(r"(^|/)(tests?|testing|bench\w*)/")
 _FILE = regex(r"(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
 _IS_TEST = regex(r"^\s*(async )?def test_|^\s*class Test|\b(pytest|unittest)\b", re.MULTILINE)
@@ -32,6 +32,6 @@ def is_exercise(script: Script) -> bool:
 
 
 def is_test(script: Script) -> bool:
-    """Whether a file is a test: what it asks of the hardware decides which tests run, and a benchmark's what it measures."""
+    """Whether a file itself is a test or a benchmark, and not only in a folder with benchmarks, where models are trained as well."""
     path = script.source.path.replace("\\", "/")
     return bool(_TESTS.search(path)) and is_exercise(script)

@@ -28,6 +28,7 @@ from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.regex import regex
+from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
 from halfstep.check.script.objects.modules import classes_under_autocast
@@ -262,6 +263,7 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
+    write_members(tree, with_properties=False)
     make_plain(tree)
     outline = read_outline(tree, text, (*words.words, *words.lines))
     # PaddlePaddle has classes and methods of the same names, with other rules.

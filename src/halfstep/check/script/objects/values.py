@@ -154,7 +154,7 @@ def _with_values(outline: Outline, table: ast.expr, function: Function) -> ast.e
         return table
     names = [v.id if isinstance(v, ast.Name) and v.id not in function.params else "" for v in table.values]
     own = [outline.values(name, function) if name else [] for name in names]
-    values = [found[0] if len(found) == 1 else value for found, value in zip(own, table.values, strict=True)]
+    values = [one[0] if len(one) == 1 else value for one, value in zip(own, table.values, strict=True)]
     return ast.copy_location(ast.Dict(table.keys, values), table)
 
 
