@@ -42,6 +42,8 @@ def _trained_loads(script: Script) -> list[set[ast.Call]]:
         for trainer, function in sites[:_MAX_TRAINERS] if is_trainer(outline, name) else ():
             model = model_of(outline, trainer, function)
             lineage = script.training.model(model, function) if model is not None else None
-            calls = [c.node for c in (*lineage.creations, *lineage.casts)] if lineage is not None else []
-            trained.append({c for c in calls if key_of(c.func).endswith("from_pretrained")})
+            calls = (
+                [*(c.node for c in lineage.creations), *(c.node for c in lineage.casts)] if lineage is not None else []
+            )
+            trained.append({call for call in calls if key_of(call.func).endswith("from_pretrained")})
     return trained

@@ -35,13 +35,14 @@ def _is_enum(node: ast.ClassDef) -> bool:
 
 def _members(node: ast.ClassDef) -> dict[str, str]:
     """The strings of the members of an enum; none if one of them is something else."""
-    assigned = [part for part in node.body if isinstance(part, ast.Assign)]
-    strings = {
-        part.targets[0].id: part.value.value
-        for part in assigned
-        if isinstance(part.targets[0], ast.Name) and isinstance(part.value, ast.Constant)
-    }
-    return strings if len(strings) == len(assigned) and all(isinstance(s, str) for s in strings.values()) else {}
+    strings = {}
+    for part in node.body:
+        if isinstance(part, ast.Assign):
+            target, value = part.targets[0], part.value
+            if not (isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)):
+                return {}
+            strings[target.id] = value.value
+    return strings
 
 
 def _results(node: ast.ClassDef) -> dict[str, ast.expr]:

@@ -36,12 +36,12 @@ def _branched(node: ast.Match) -> ast.stmt:
     """A `match` as a chain of comparisons; itself if a case is no value, or several of them."""
     if not key_of(node.subject) and not isinstance(node.subject, ast.Call):
         return node
-    tests = [_test_of(node.subject, case) for case in node.cases]
-    if None in tests:
-        return node
     rest: list[ast.stmt] = []
-    for case, test in reversed(list(zip(node.cases, tests, strict=True))):
-        rest = case.body if test is True else [ast.copy_location(ast.If(test, case.body, rest), case.pattern)]
+    for case in reversed(node.cases):
+        test = _test_of(node.subject, case)
+        if test is None:
+            return node
+        rest = case.body if isinstance(test, bool) else [ast.copy_location(ast.If(test, case.body, rest), case.pattern)]
     first = rest[0] if len(rest) == 1 and isinstance(rest[0], ast.If) else None
     return ast.copy_location(first, node) if first is not None and first.body is node.cases[0].body else node
 
