@@ -356,6 +356,10 @@ def test_a_file_with_apex_is_reported(key):
         ("lora_r: 16\n", False),
         ("load_in_4bit: true\n", False),
         ("deepspeed: zero2.json\n", False),
+        ("# Full fine-tuning, FSDP (full shard), bf16.\n", False),
+        ("seed: 1  # launched with deepspeed\n", False),
+        ("# deepspeed: zero2.json\n", True),
+        ("# one GPU, no FSDP\n", True),
     ],
 )
 def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, reported):

@@ -23,9 +23,11 @@ SAVES = TRAINS + "torch.save(model.state_dict(), 'model.pt')\n"
         ("scripts/test_train.py", "import pytest\n" + SAVES, True),
         ("bench_train.py", SAVES, True),
         ("train_test.py", SAVES, True),
+        ("speed_test.py", "trainer = DPOTrainer(model=model)\ntrainer.train()\n", False),
+        ("speed_test.py", "import pytest\ntrainer = DPOTrainer(model=model)\ntrainer.train()\n", True),
     ],
 )
 def test_a_test_is_recognised_by_its_path_and_what_it_saves(path, text, expected):
-    """A `test_*.py` without tests that saves its model is a run."""
+    """A `test_*.py` that saves its model, and a `*_test.py` with a Trainer, is a run unless it contains tests."""
     script = read_script(Source(path, text, "python"), Settings(), words_of_rules("script"))
     assert is_exercise(script) is expected

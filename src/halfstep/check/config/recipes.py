@@ -30,6 +30,11 @@ _NOT_PLAIN = regex(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stag
 _ADAPTER = regex(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
 _SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
 _ENGINE_NAME = regex(r"deepspeed|(?:^|[_-])(?:ds|fsdp|q?lora|peft)(?:[_.-]|$)|zero_?[123]", re.IGNORECASE)  # of a file
+# A comment that names the engine of the launcher: "FSDP ZeRO-3 (TRANSFORMER_BASED_WRAP), bf16"; not one that is switched off.
+_ENGINE_COMMENT = regex(
+    r"(?:^|\s)#(?!.*(?:\b(?:no|not|without|unless)\b|:\s)).*\b(?:fsdp\d?|deepspeed|zero-?[123])\b",
+    re.IGNORECASE | re.MULTILINE,
+)
 _NAME_KEYS = ("model_name_or_path", "model_id", "model_name", "model", "base_model")
 _SIZE = regex(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)b(?![a-z0-9])", re.IGNORECASE)  # `70B`, `8x7b`
 # bf16 weights, gradients and Adam's two moments are 8 bytes a parameter: 240 GB for 30 billion.
@@ -75,6 +80,7 @@ def trained_dtype(config: Config) -> Entry | None:
     keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
     plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
     plain = plain and not _ENGINE_NAME.search(PurePath(config.source.path).name)
+    plain = plain and not _ENGINE_COMMENT.search(config.source.text)
     return (config.entry("torch_dtype") or config.entry("dtype")) if named and plain and not config.root.call else None
 
 

@@ -28,6 +28,7 @@ from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.regex import regex
+from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
 from halfstep.check.script.objects.modules import classes_under_autocast
@@ -40,6 +41,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
+from halfstep.check.script.syntax.returned import receivers_of
 from halfstep.check.script.syntax.visit import read_outline
 from halfstep.check.script.syntax.words import contains_any, without_documentation
 from halfstep.check.settings import Settings
@@ -104,8 +106,14 @@ class Script:
             i.alias.asname for i in self.outline.names.imported if i.full.endswith("GradScaler") and i.alias.asname
         ]
         calls = [c for name in dict.fromkeys(names) for c in self.outline.calls.get(name, ())]
-        scalers = [make_scaler(self.outline, call, function) for call, function in calls]
-        return tuple(s for s in scalers if s is not None)
+        made = [make_scaler(self.outline, call, function) for call, function in calls]
+        return tuple(each for scaler in made if scaler is not None for each in self._each(scaler))
+
+    def _each(self, scaler: Scaler) -> Iterator[Scaler]:
+        """A scaler, or each of those that a function creates which is called for several."""
+        keys = receivers_of(self.outline, scaler.parent) if not scaler.key else {""}
+        is_known = 1 < len(keys) <= MAX_BINDINGS and "" not in keys
+        yield from (dataclasses.replace(scaler, key=key) for key in sorted(keys)) if is_known else (scaler,)
 
     @cached_property
     def scaler_of(self) -> dict[ast.AST, Scaler]:
@@ -255,6 +263,7 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
+    write_members(tree, with_properties=False)
     make_plain(tree)
     outline = read_outline(tree, text, (*words.words, *words.lines))
     # PaddlePaddle has classes and methods of the same names, with other rules.

@@ -145,11 +145,11 @@ class Functions(Decisions):
                 if not isinstance(value, Func):
                     instance.attributes[key] = value
         is_data = any("dataclass" in ast.unparse(d) for d in cls.node.decorator_list)
-        if is_data:
+        if is_data or any(ast.unparse(base).endswith("NamedTuple") for base in cls.node.bases):
             # Any field may be given by the caller; what this call passes is known.
             for key in instance.attributes:
                 instance.attributes[key] = Unknown(f"{name}.{key}")
-            instance.attributes |= kwargs
+            instance.attributes |= dict(zip(_fields(cls), args, strict=False)) | kwargs
             return instance
         constructor = cls.lookup("__init__")
         if isinstance(constructor, Func):
@@ -192,6 +192,13 @@ class Functions(Decisions):
             if not trains:
                 return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}")
         return self.create(cls, args, kwargs, node)
+
+
+def _fields(cls: Class) -> list[str]:
+    """The names of the fields of a dataclass or a NamedTuple, in the order in which it is created from values."""
+    parts = [part for each in reversed(cls.lineage()) for part in each.node.body]
+    names = [p.target.id for p in parts if isinstance(p, ast.AnnAssign) and isinstance(p.target, ast.Name)]
+    return list(dict.fromkeys(names))
 
 
 def _is_abstract(

@@ -13,7 +13,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.syntax.children import nodes_in
+from halfstep.check.script.syntax.plain import branch_matches
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
 from halfstep.check.simulation.paths import Exhausted, Path, Search
@@ -51,6 +53,8 @@ def trains(text: str) -> bool:
 
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
+    write_members(tree)
+    branch_matches(tree)
     relevance, targets, records = Relevance(tree), _targets(tree), Records(tree)
     reported: set[ast.AST] = set()
     left = MAX_STEPS

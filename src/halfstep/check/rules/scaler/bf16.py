@@ -157,7 +157,8 @@ class ScalerWithBf16(ScriptRule):
                     "costs time and skips steps",
                     instead=f"take the dtype of autocast from `{value[0]}`, or remove the scaler",
                 )
-        yield from self._passed_in(script)
+        if not script.is_assumed:  # what another file does with a setting is open
+            yield from self._passed_in(script)
 
     def _passed_in(self, script: Script) -> Iterator[Finding]:
         """Scalers that another file creates, whose loss comes from a bfloat16 region of this one."""
@@ -221,7 +222,7 @@ class ScalerWithBf16(ScriptRule):
             # Replaced by None, or switched by a flag of its own; on another device, or for an engine, it is another object.
             is_only = len(values) == 1 or (
                 len(others) < len(values)
-                and all(_is_for_device(script, v) or _is_first_none(script, v) or _is_off(script, v) for v in others)
+                and all(_is_other(script, v) or _is_same_kind(script, v, scaler) for v in others)
             )
             if is_only and (together or amp) and not all(_only_off_cuda(script, a, scaler, switches) for a in either):
                 yield scaler, either[0]
@@ -337,6 +338,16 @@ def _is_off(script: Script, value: ast.expr) -> bool:
     """Whether a value is the None that a variable has where mixed precision as a whole is off."""
     last = conditions_of(script.outline, value)[-1:]
     return constant(value) is None and any(_SWITCH.search(text) and not is_true for text, is_true in last)
+
+
+def _is_other(script: Script, value: ast.expr) -> bool:
+    """Whether a value takes the place of a scaler on another device, or where mixed precision is off."""
+    return _is_for_device(script, value) or _is_first_none(script, value) or _is_off(script, value)
+
+
+def _is_same_kind(script: Script, value: ast.expr, scaler: Scaler) -> bool:
+    """Whether a value is another scaler that is enabled alike, such as the one for an old version of torch."""
+    return any(s.node is value and s.enabled == scaler.enabled for s in script.scalers)
 
 
 def _is_for_device(script: Script, value: ast.expr) -> bool:

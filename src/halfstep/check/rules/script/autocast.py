@@ -14,7 +14,7 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import region_left_open
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
-from halfstep.check.script.regions.devices import is_device, numbered_device
+from halfstep.check.script.regions.devices import is_device, is_dtype, numbered_device
 from halfstep.check.script.regions.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.script import Script
 
@@ -190,7 +190,7 @@ class AutocastDevice(ScriptRule):
             fault = ""
             if device is None:
                 fault = "has no device type and raises TypeError"
-            elif isinstance(constant(device), bool) or script.outline.names.full(device) in DTYPES:
+            elif isinstance(constant(device), bool) or is_dtype(script, device, region):
                 fault = f"expects the device type first, not `{text_of(device)}`"
             elif is_device(script, device, region):
                 fault = f"expects the device type as a string, but `{text_of(device)}` is a torch.device"

@@ -203,6 +203,8 @@ class UnusedPrecisionOption(ScriptRule):
             own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
             uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
             is_always = {enabled for enabled, _ in own} == {"yes"}
+            # By the text as well: the tree has the default of the parameter in the place of the attribute.
+            is_always &= len(re.findall(rf"\b{key}\b", script.source.text)) == 1
             if not is_passed or inherits(outline, function.cls) or not is_always or len(uses) != 1:
                 continue
             yield self.finding(

@@ -227,7 +227,11 @@ def _is_alternative(script: Script, validated: Event, event: Event, trained: lis
     if any(not compatible(e, validated) and compatible(e, event) and _is_same(script, event, e) for e in trained):
         return False
     flags = tuple(g for g in validated.guards if is_amp(g) and g.is_true)
-    return not flags or not compatible(dataclasses.replace(validated, guards=flags), plain)
+    if not flags:
+        first, last = getattr(event.function.node, "lineno", 0), getattr(event.function.node, "end_lineno", None) or 0
+        # `if use_tta:` calls a function that runs the model several times, on flipped inputs.
+        return not event.roots or not any(first <= loop.line <= last for loop in event.loops)
+    return not compatible(dataclasses.replace(validated, guards=flags), plain)
 
 
 def _name_of(model: str) -> str:

@@ -21,8 +21,8 @@ from halfstep.check.script.objects.outputs import (
     leaves_engine,
     runs_in_autocast,
 )
-from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, text_of
-from halfstep.check.script.objects.weights import base_of
+from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, constant, text_of
+from halfstep.check.script.objects.weights import base_of, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -98,7 +98,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
                     )
         for call, function in sorted(_losses(script), key=lambda site: site.call.lineno):
             logits = _logits_of(script, call)
-            if logits is None:
+            if logits is None or _is_never_reached(script, call, function):
                 continue
             is_training = not in_no_grad(script, call)
             formats: frozenset[str] = frozenset()
@@ -159,6 +159,23 @@ class CrossEntropyInSixteenBits(ScriptRule):
             instead="move the loss into the autocast region, or cast the logits with .float()",
             severity=None if exit_.is_certain else "advice",
         )
+
+
+def _is_never_reached(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a function returns before a loss, or does not enter its branch, because every caller passes None for a parameter."""
+    absent = set()
+    for name in function.params:
+        passed = [value for value, _ in script.outline.passed(name, function)]
+        if passed and all(constant(value) is None for value in passed):
+            absent.add(f"{name} is None")
+    if not absent:
+        return False
+    present = {text.replace(" is ", " is not ") for text in absent}
+    for text, is_true in conditions_of(script.outline, call):
+        if (text in absent and not is_true) or (text in present and is_true):
+            return True
+    leaves = [n for n in function.node.body if isinstance(n, ast.If) and (n.end_lineno or 0) < call.lineno]
+    return any(text_of(n.test) in absent and isinstance(n.body[-1], ast.Return) for n in leaves)
 
 
 def _is_reference(script: Script, logits: ast.expr, function: Function) -> bool:

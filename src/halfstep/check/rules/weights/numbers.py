@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.exercise import is_exercise
+from halfstep.check.script.exercise import is_test
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -95,7 +95,7 @@ def _is_query(script: Script, value: ast.expr) -> bool:
 
 def _chooses(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether the answer may choose bfloat16 for a run on a GPU that emulates it."""
-    if is_exercise(script) or _is_recorded(script, call) or is_described(script.outline, call, function):
+    if is_test(script) or _is_recorded(script, call) or is_described(script.outline, call, function):
         return False
     return not behind_ampere_test(script.outline, call, function)
 

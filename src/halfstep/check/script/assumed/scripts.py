@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.check.files.python import parse_python
+from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.assumed.fold import Rejected, fold
 from halfstep.check.script.assumed.settings import Assumption, assumptions
 from halfstep.check.script.script import Script
@@ -24,7 +25,13 @@ def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tup
     """The script for each value of a setting that changes it and that the file accepts."""
     if len(script.source.text) > MAX_TEXT:
         return
-    for assumption in assumptions(script.outline, script.tree):
+    outline, tree = script.outline, script.tree
+    if not {"Enum", "StrEnum"}.isdisjoint(outline.loads):  # what their properties choose is read as well
+        tree = parse_python(script.source.text, script.source.path)
+        write_members(tree)
+        make_plain(tree)
+        outline = read_outline(tree, script.source.text, (*words.words, *words.lines))
+    for assumption in assumptions(outline, tree):
         assumed = _assumed(script, assumption, (*words.words, *words.lines))
         if assumed is not None:
             yield assumption, assumed
@@ -33,6 +40,7 @@ def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tup
 def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> Script | None:
     text = script.source.text
     tree = parse_python(text, script.source.path)
+    write_members(tree)
     make_plain(tree)
     outline = read_outline(tree, text, words)
     settled: set[ast.AST] = set()

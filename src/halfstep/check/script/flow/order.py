@@ -333,7 +333,7 @@ def _excludes_amp(guard: Guard) -> bool:
         return False
     if not is_true and " and " in text and " or " not in text:
         # `use_amp and use_fsdp` is also false in a run with mixed precision; without CUDA there is none.
-        parts = text.split(" and ")
+        parts = [p for p in text.split(" and ") if f" and {p}." not in text]  # `args and args.amp` is `args.amp`
         tests = any(is_amp((part, True)) for part in parts) or all(map(_ON_GPU.search, parts))
         return not full and tests and all(is_amp((part, True)) or _DEVICE.search(part) for part in parts)
     return full if is_true else not full and is_amp(guard)

@@ -13,7 +13,7 @@ from halfstep.check.script.objects.modules import regions_in_forward
 from halfstep.check.script.objects.values import Autocast
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = ["comes_from", "comes_from_call", "region_of_loss", "regions_in_model"]
 
@@ -85,7 +85,9 @@ def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
         return True  # `self.loss`, which one method computes and another one uses
     if _passes_on(opened, event, loss, outline):
         return True
-    return _returns(opened, outline) and _is_result(opened, event, loss, outline)
+    return _returns(opened, outline) and (
+        _is_result(opened, event, loss, outline) or _is_passed_result(opened, event, loss, outline)
+    )
 
 
 def comes_from_call(called: Event, event: Event, outline: Outline) -> bool:
@@ -104,26 +106,54 @@ def _is_result(opened: Event, event: Event, loss: list[ast.AST], outline: Outlin
     call = opened.roots[depth]
     if call in loss:
         return True
+    inside = _results_of(call, outline)
+    return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
+
+
+def _is_passed_result(opened: Event, event: Event, loss: list[ast.AST], outline: Outline) -> bool:
+    """Whether a function passes the result of a call that led to a region on to the one with the backward.
+
+    `losses = self.compute_loss(batch)` opens the region, and `self.optimizer_step(losses["total"])` has the backward.
+    """
+    depth = len(event.roots) - 1
+    if depth < 0 or len(opened.roots) <= depth or opened.roots[:depth] != event.roots[:depth]:
+        return False
+    created, used = opened.roots[depth], event.roots[depth]
+    sites = outline.calls.get(last_name_of(used.func), ()) if isinstance(used, ast.Call) else ()
+    caller = next((site.function for site in sites if site.call is used), None)
+    passed = [part for value in _passed_as_loss(event, used, loss, outline) for part in ast.walk(value)]
+    names = {part.id for part in passed if isinstance(part, ast.Name)}
+    if created in passed or caller is None:
+        return created in passed
+    return bool(_results_of(created, outline) & _behind(names, caller, outline))
+
+
+def _results_of(call: ast.AST, outline: Outline) -> set[str]:
+    """The variables that the statement of a call assigns, or adds to."""
     statement: ast.AST | None = call
     while statement is not None and not isinstance(statement, ast.stmt):
         statement = outline.parents.get(statement)
     inside = _assigned(statement) if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else set()
-    inside |= {_collection(statement.value)} - {""} if isinstance(statement, ast.Expr) else set()
-    return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline))
+    return inside | ({_collection(statement.value)} - {""} if isinstance(statement, ast.Expr) else set())
 
 
 def _passes_on(opened: Event, event: Event, loss: list[ast.AST], outline: Outline) -> bool:
     """Whether a loss is, or is computed from, a parameter for which the function of a region passes what the region computes."""
     depth = len(opened.roots)
     call = event.roots[depth] if len(event.roots) == depth + 1 and event.roots[:depth] == opened.roots else None
+    values = _passed_as_loss(event, call, loss, outline)
+    return bool(_assigned(opened.node) & {key_of(part) for value in values for part in ast.walk(value)})
+
+
+def _passed_as_loss(event: Event, call: ast.AST | None, loss: list[ast.AST], outline: Outline) -> list[ast.expr]:
+    """What a call of the function with a backward passes for the parameters that its loss is, or is computed from."""
     params = event.function.params
     names = _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline) & set(params)
     if not isinstance(call, ast.Call) or not names:
-        return False
+        return []
     bound = params[event.function.method and params[0] in {"self", "cls"} :]
     passed = [*zip(bound, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]
-    values = [value for name, value in passed if name in names or name is None]
-    return bool(_assigned(opened.node) & {key_of(part) for value in values for part in ast.walk(value)})
+    return [value for name, value in passed if name in names or name is None]
 
 
 def _assigned_to_self(block: ast.AST) -> set[str]:

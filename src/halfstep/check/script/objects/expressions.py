@@ -14,6 +14,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
     "ADAPTER_FLAG",
+    "OTHER_USE",
     "arguments_of",
     "arms_of",
     "asks_for_adapters",
@@ -25,6 +26,7 @@ __all__ = [
     "has_other_option",
     "is_adapter_branch",
     "is_after_training",
+    "is_aside",
     "is_below_calls",
     "is_unread",
     "may_be_none",
@@ -38,6 +40,9 @@ __all__ = [
 
 _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
 ADAPTER_FLAG = regex(rf"lora|dora|hqq|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
+# What a function or an option does other than train, by its name.
+OTHER_USE = regex(r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug")
+_OF_ADAPTERS = regex(r"lora|adapter|quant")
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
 
@@ -47,6 +52,16 @@ _LOSS_SCALE = regex(r"scaler|scaled_?(loss|grad|out)|(loss|grad|gradient|amp)_?s
 _OTHER_SCALE = regex(
     r"(value|vf|entropy|policy|actor|critic|kl|aux|perceptual|feature|recon)_loss_scale$|(logits?|multi|gray|grey|up|down|guidance|cfg|full|large|single|img|image|lr|weight_init)_?scaled?|scale_?factors?|scaled_(init|dot)|scales$"
 )
+
+
+def is_aside(outline: Outline, function: Function, names: re.Pattern[str], *, is_whole: bool) -> bool:
+    """Whether a function is for something else than training, by its name; with `is_whole`, not if it runs the training itself."""
+    name = function.name.lower()
+    if not names.search(name) or "train" in name:
+        return False
+    trained = [site for site in outline.calls.get("train", ()) if key_of(site.call.func) == "trainer.train"]
+    runs = any(site.function is function for site in (*trained, *outline.calls.get("backward", ())))
+    return not (is_whole and runs) or bool(_OF_ADAPTERS.search(name))  # `run_timing_test` loads, trains and measures
 
 
 def hand_scaled(node: ast.AST) -> bool:

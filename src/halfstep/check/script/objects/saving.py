@@ -33,7 +33,9 @@ __all__ = [
 ]
 
 MAX_DEPTH = 4
-_COUNTERS = {"epoch", "step", "global_step", "iter", "iteration", "iters", "iter_num", "start_epoch", "current_epoch"}
+_COUNTERS = {
+    "epoch", "step", "global_step", "iter", "iteration", "iters", "iter_num", "global_iter", "start_epoch", "current_epoch", "current_step",
+}  # fmt: skip
 _RANGES = {"range", "trange"}
 _START = regex(r"start|resum|initial|begin|last", re.IGNORECASE)  # of the parameter with the epoch to start at
 _RESTORES = regex(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
@@ -81,8 +83,9 @@ def _starts_at_counter(outline: Outline) -> bool:
     keys = {key for key, bindings in outline.bindings.items() if any(_is_restored(outline, b) for b in bindings)}
     for node in outline.parents if keys else ():
         if isinstance(node, ast.While) and isinstance(node.test, ast.Compare):
-            is_below = isinstance(node.test.ops[0], (ast.Lt, ast.LtE))
-            if is_below and key_of(node.test.left) in keys:
+            is_below, key = isinstance(node.test.ops[0], (ast.Lt, ast.LtE)), key_of(node.test.left)
+            copied = {key_of(b.value) for b in outline.bindings.get(key, ())}  # `step = start_step` of a parameter
+            if is_below and keys & {key, *copied}:
                 return True
         elif isinstance(node, ast.Call) and key_of(node.func) in _RANGES and len(node.args) > 1:
             start = node.args[0]

@@ -25,10 +25,12 @@ from halfstep.check.script.objects.adapters import (
 from halfstep.check.script.objects.chosen import is_low_with_adapters
 from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
+    OTHER_USE,
     asks_for_adapters,
     ends_run,
     has_other_option,
     is_adapter_branch,
+    is_aside,
     is_below_calls,
     may_be_none,
 )
@@ -81,9 +83,7 @@ _PREPARES = regex(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|promp
 _READS = regex(
     r"print|loss|^_*(get|list|count|filter|num|find)_\w*(param|weight)|^_*trainable_(param|weight)", re.IGNORECASE
 )  # changes nothing
-_OTHER_USE = r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug"
-_ASIDE_OF_ADAPTERS = regex(_OTHER_USE)
-_ASIDE = regex(rf"{_OTHER_USE}|lora|adapter|quant")
+_ASIDE = regex(rf"{OTHER_USE.pattern}|lora|adapter|quant")
 _OWNS_TRAINING = frozenset({"deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo"})
 _LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
@@ -344,11 +344,11 @@ class Training:
             return False
         if not is_adapted and (any(map(is_adapter_branch, here)) or is_low_with_adapters(outline, cast)):
             return False  # the branch that attaches an adapter
-        aside = _ASIDE_OF_ADAPTERS if is_adapted else _ASIDE
+        aside = OTHER_USE if is_adapted else _ASIDE
         own = [text for text, is_true in here if is_true and (text, is_true) not in there]
         if any(aside.search(text.lower()) and not has_other_option(text) for text in own):
             return False
-        if any(aside.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
+        if any(is_aside(outline, f, aside, is_whole=cast.function is function) for f in (cast.function, function)):
             return False
         if ends_run(outline, cast.node, by, cast.key):
             return False

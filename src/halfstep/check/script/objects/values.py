@@ -129,6 +129,7 @@ def _entries(outline: Outline, options: ast.keyword, function: Function, line: i
         target = outline.call_target(node, function)
         inside = ast.walk(target.node) if target is not None else ()
         values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None] or [node]
+        values = [_with_values(outline, v, target) for v in values] if target is not None else values
     else:
         values = outline.values(name, function) if name else [node]
     read = [_table(value) for value in values[:MAX_VALUES]]
@@ -145,6 +146,16 @@ def _entries(outline: Outline, options: ast.keyword, function: Function, line: i
     set_later = [_set_later(outline, name, key, function, line) for key in sorted(added)]
     common += [keyword for keyword in set_later if keyword is not None]
     return common if len(tables) == 1 and None not in set_later else [*common, options]
+
+
+def _with_values(outline: Outline, table: ast.expr, function: Function) -> ast.expr:
+    """A dictionary that a function returns, with the only values of its variables: the caller has others of these names."""
+    if not isinstance(table, ast.Dict):
+        return table
+    names = [v.id if isinstance(v, ast.Name) and v.id not in function.params else "" for v in table.values]
+    own = [outline.values(name, function) if name else [] for name in names]
+    values = [one[0] if len(one) == 1 else value for one, value in zip(own, table.values, strict=True)]
+    return ast.copy_location(ast.Dict(table.keys, values), table)
 
 
 def _set_later(outline: Outline, name: str, key: str, function: Function, line: int) -> ast.keyword | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.script.objects.expressions import arms_of
-from halfstep.check.script.objects.values import Autocast, constant
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_device", "numbered_device"]
+__all__ = ["is_device", "is_dtype", "numbered_device"]
 
 _NUMBERS = {"torch.cuda.current_device", "torch.cuda.device_count"}
 
@@ -25,6 +25,14 @@ def is_device(script: Script, device: ast.expr, region: Autocast) -> bool:
     values = [arm for value in script.outline.values(key, function) for arm in arms_of(value)]
     calls = [v for v in values if isinstance(v, ast.Call) and script.outline.names.full(v.func) == "torch.device"]
     return bool(values) and len(calls) == len(values)
+
+
+def is_dtype(script: Script, device: ast.expr, region: Autocast) -> bool:
+    """Whether the device type of a region is a dtype of torch, also through a variable: `autocast(dtype)`."""
+    if script.outline.names.full(device) in DTYPES:
+        return True
+    named = isinstance(device, ast.Name | ast.Attribute) and "dtype" in text_of(device).lower()
+    return named and UNKNOWN not in dtypes_of(script.outline, device, region.function)
 
 
 def numbered_device(script: Script, device: ast.expr, function: Function) -> tuple[str, ast.expr] | None:

@@ -33,7 +33,7 @@ __all__ = [
 
 # Anything that may compute in 16 bits without the word "autocast" in this file.
 _SIXTEEN = regex(
-    r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
+    r"autocast|half\(|float16|\bapex\b(?<!\w\.apex)(?! = (?:True|False))|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)

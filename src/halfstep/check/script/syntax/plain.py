@@ -3,6 +3,7 @@
     scaler: GradScaler = GradScaler()          scaler = GradScaler()
     (a if test else b).backward()              if test: a.backward()       else: b.backward(); also where a variable contains it
     stack.enter_context(autocast("cuda"))      with autocast("cuda"):      around the rest of the block of `with ExitStack() as stack`
+    match name:  case "fp16" | "half": ...     if name in ("fp16", "half"): ...   elif and else for the other cases
 
 Fields of classes keep their annotations: a dataclass has a field only where there is one.
 """
@@ -15,11 +16,56 @@ import copy
 from halfstep.check.script.syntax.children import SIMPLE, parts_of
 from halfstep.check.script.syntax.names import key_of
 
-__all__ = ["make_plain"]
+__all__ = ["branch_matches", "make_plain"]
+
+
+def branch_matches(tree: ast.Module) -> None:
+    """Replace each `match` over values by an `if` with a branch for each case."""
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        for block in parts_of(node):
+            for index, part in enumerate(block):
+                if isinstance(part, ast.Match):
+                    block[index] = _branched(part)
+                if type(part) not in SIMPLE:
+                    stack.append(block[index])
+
+
+def _branched(node: ast.Match) -> ast.stmt:
+    """A `match` as a chain of comparisons; itself if a case is no value, or several of them."""
+    if not key_of(node.subject) and not isinstance(node.subject, ast.Call):
+        return node
+    rest: list[ast.stmt] = []
+    for case in reversed(node.cases):
+        test = _test_of(node.subject, case)
+        if test is None:
+            return node
+        rest = case.body if isinstance(test, bool) else [ast.copy_location(ast.If(test, case.body, rest), case.pattern)]
+    first = rest[0] if len(rest) == 1 and isinstance(rest[0], ast.If) else None
+    return ast.copy_location(first, node) if first is not None and first.body is node.cases[0].body else node
+
+
+def _test_of(subject: ast.expr, case: ast.match_case) -> ast.expr | bool | None:
+    """The test of a case: a comparison, True for `case _:`, None for anything else."""
+    pattern = case.pattern
+    values = pattern.patterns if isinstance(pattern, ast.MatchOr) else [pattern]
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        return case.guard or True
+    if case.guard is not None or not all(isinstance(value, ast.MatchValue | ast.MatchSingleton) for value in values):
+        return None
+    parts = [v.value if isinstance(v, ast.MatchValue) else ast.Constant(getattr(v, "value", None)) for v in values]
+    several = ast.Tuple(parts, ast.Load()) if len(parts) > 1 else parts[0]
+    operator = ast.In() if len(parts) > 1 else ast.Is() if isinstance(pattern, ast.MatchSingleton) else ast.Eq()
+    test = ast.Compare(copy.deepcopy(subject), [operator], [several])
+    for made in (test, several, *parts):
+        ast.copy_location(made, pattern)
+    return test
 
 
 def make_plain(tree: ast.Module) -> None:
-    """Replace annotated assignments outside the bodies of classes, chosen losses, and contexts that an ExitStack enters."""
+    """Replace annotated assignments outside the bodies of classes, chosen losses, matches, and contexts that an ExitStack enters."""
+    branch_matches(tree)
     stack: list[ast.AST] = [tree]  # an explicit stack, because generated code nests deeper than Python recurses
     while stack:
         node = stack.pop()

@@ -8,30 +8,37 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of, is_configured
 
-__all__ = ["created_by", "is_never_created", "returned_to"]
+__all__ = ["created_by", "is_never_created", "receivers_of", "returned_to"]
 
 MAX_DEPTH = 3
 
 
 def returned_to(outline: Outline, node: ast.AST, depth: int = MAX_DEPTH) -> str:
     """The variable that receives what a `return` statement returns; "" unless all calls in the file agree on its name."""
+    keys = receivers_of(outline, node, depth)
+    return keys.pop() if len(keys) == 1 else ""
+
+
+def receivers_of(outline: Outline, node: ast.AST, depth: int = MAX_DEPTH) -> set[str]:
+    """The variables that receive what a `return` statement returns; "" stands for another use of it."""
     if not isinstance(node, ast.Return) or not depth:
-        return ""
+        return {""}
     around: ast.AST | None = node
     while around is not None and not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef)):
         around = outline.parents.get(around)
     builder = next((f for f in outline.functions if f.node is around), None)
     if builder is None:
-        return ""
-    keys = set()
+        return {""}
+    keys: set[str] = set()
     for call, caller in outline.calls.get(builder.name, ()):
         if outline.call_target(call, caller) is builder:
             parent: ast.AST | None = outline.parents.get(call)
             while isinstance(parent, (ast.IfExp, ast.BoolOp)):
                 parent = outline.parents.get(parent)
             target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
-            keys.add(key_of(target) or (returned_to(outline, parent, depth - 1) if parent is not None else ""))
-    return keys.pop() if len(keys) == 1 else ""
+            key = key_of(target)
+            keys |= {key} if key or parent is None else receivers_of(outline, parent, depth - 1)
+    return keys
 
 
 def created_by(outline: Outline, node: ast.expr, function: Function, depth: int = MAX_DEPTH) -> list[str]:
