@@ -58,7 +58,7 @@ _RULED_SHORT = {
         "apex": r"apex(?!\w)(?<!\wapex)", ".amp": r"\.amp(?!\w)", "amp.": r"amp\.(?<!\wamp\.)", "import amp": r"import amp(?!\w)",
     }.items()
 }  # fmt: skip
-_TRAINS = ("backward", "Trainer", ".fit(")
+_TRAINS = ("backward", "Trainer", "TrainingArguments", "optimizer", ".fit(")
 _HELPER = "maybe_autocast"  # of another file: transformers' models leave autocast with it
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
 _MENTIONED_SHORT = {
