@@ -31,7 +31,7 @@ MAX_SECONDS = 10.0
 FEW = 48  # files that are checked faster than workers start
 CHUNK = 16
 # Syntax trees are many small objects that are freed together: collecting garbage among them took a quarter of the time.
-_RARELY = (200_000, 20, 20)
+_RARELY = (1_000_000, 20, 20)
 
 
 class _TimeLimit(BaseException):

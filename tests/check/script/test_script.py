@@ -41,6 +41,16 @@ def test_lines_of_a_rule_need_a_mention_of_precision():
     assert "CrossEntropyLoss" not in read_script(option, Settings()).outline.calls
 
 
+@pytest.mark.parametrize(
+    "mention", ["# leaves any autocast region", "with maybe_autocast(enabled=False):\n    x = x.float()"]
+)
+def test_comments_and_a_helper_make_only_a_script_relevant_that_trains(mention):
+    """A model whose comment names autocast, or which leaves it through a helper of another file, is not read."""
+    assert not script(f"x = 1\n{mention}\n").about
+    assert script(f"x = 1\n{mention}\nloss.backward()\n").about
+    assert script(f"x = 1\n{mention}\ny = x.half()\n").about
+
+
 def test_broken_python_is_a_syntax_error():
     """What is not Python raises SyntaxError, for the caller to report."""
     with pytest.raises(SyntaxError):

@@ -43,7 +43,7 @@ from halfstep.check.script.syntax.plain import make_plain
 from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords, shortest
 from halfstep.check.script.syntax.returned import receivers_of
 from halfstep.check.script.syntax.visit import read_outline
-from halfstep.check.script.syntax.words import contains_any, without_documentation
+from halfstep.check.script.syntax.words import contains_any, without_comments, without_documentation
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
@@ -60,6 +60,8 @@ _RULED_SHORT = {
         "apex": r"apex(?!\w)(?<!\wapex)", ".amp": r"\.amp(?!\w)", "amp.": r"amp\.(?<!\wamp\.)", "import amp": r"import amp(?!\w)",
     }.items()
 }  # fmt: skip
+_TRAINS = ("backward", "Trainer", "TrainingArguments", "optimizer", ".fit(")
+_HELPER = "maybe_autocast"  # of another file: transformers' models leave autocast with it
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
 _MENTIONED_SHORT = {
     "amp": regex(r"amp(?!\w)(?<!\wamp)"),
@@ -245,6 +247,12 @@ def _mentions(text: str, words: tuple[str, ...], short: Mapping[str, re.Pattern[
     return any(word in text and pattern.search(text) for word, pattern in short.items())
 
 
+def _code_of(text: str) -> str:
+    """The part of a text in which a mention of precision matters; where it trains, comments show what it is about."""
+    code = without_documentation(text)
+    return code if contains_any(code, _TRAINS) else without_comments(code).replace(_HELPER, "")
+
+
 def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS) -> Script:
     """Read a script's facts; SyntaxError if it cannot be parsed.
 
@@ -253,7 +261,7 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     text = source.text
     own_words = shortest((*_RULED, *words.words))
     ruled = _mentions(text, own_words, _RULED_SHORT)
-    code = without_documentation(text) if ruled else text
+    code = _code_of(text) if ruled else text
     ruled = ruled and (code is text or _mentions(code, own_words, _RULED_SHORT))
     if not ruled:
         if not _mentions(code, _MENTIONED, _MENTIONED_SHORT):

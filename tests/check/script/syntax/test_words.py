@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.check.registry import words_of_rules
-from halfstep.check.script.syntax.words import _by_part, contains_any, without_documentation, words_in
+from halfstep.check.script.syntax.words import _by_part, contains_any, without_comments, without_documentation, words_in
 
 WORDS = ('"--fp16"', "fp16: bool", "fp16", "autocast", "t5-large", "flan-t5")
 
@@ -76,3 +76,15 @@ def test_what_only_a_docstring_says_is_no_code(text):
 def test_a_text_whose_quotes_prove_nothing_stays_whole(text):
     """Comments, other strings, backslashes and f-strings make the quotes ambiguous."""
     assert without_documentation(text) is text
+
+
+def test_a_comment_on_a_line_of_its_own_is_no_code():
+    """Also on the first line and after an indent; one behind a statement stays, because a string may contain the sign."""
+    assert without_comments("# fp16\nx = 1\n    # fp16\ny = '#fp16'\n") == "\n\nx = 1\n\ny = '#fp16'\n"
+
+
+@pytest.mark.parametrize("quotes", ['"""', "'''"])
+def test_lines_of_a_long_string_are_no_comments(quotes):
+    """A text with triple quotes stays whole."""
+    text = f"x = {quotes}\n# fp16\n{quotes}\n"
+    assert without_comments(text) is text

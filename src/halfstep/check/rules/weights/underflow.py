@@ -31,7 +31,7 @@ _CLAMPS = {"torch.clamp", "torch.clip", "torch.clamp_min"}
 _MOVES = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "add", "add_", "maximum"})
 # What a constant that rounds to zero is written with: three patterns that are searched for fast, because each starts with a letter.
 _TINY = (regex(r"[eE]-0*(?:[7-9]|[1-9]\d)"), regex(r"0\.0{7}"), regex(r"\*\*\s*\(?-[1-9]\d*(?![.\d])"))
-_HALF = regex(r"\.half\(|float16")
+_HALF = regex(r"\.half\(|(?<!b)float16")
 _COMPLEMENT = regex(r"\blog\(\s*1(\.0*)? *- ")  # `log(1 - p)`
 _FOCAL = """\
 import torch

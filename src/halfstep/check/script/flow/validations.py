@@ -15,6 +15,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
@@ -187,7 +188,7 @@ def _contexts_around(script: Script, node: ast.AST) -> Iterator[ast.expr]:
 
 def _trains_in_region(function: Function) -> bool:
     """Whether a function calls backward, and opens what its text calls autocast."""
-    inside = list(ast.walk(function.node))
+    inside = nodes_in(function.node)
     contexts = [item.context_expr for n in inside if isinstance(n, ast.With) for item in n.items]
     return any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in inside) and any(
         "autocast" in ast.unparse(context) for context in contexts

@@ -91,7 +91,8 @@ class Constants:
         """What a function of this file returns, `table.get(name)`, or `getattr(torch, name)`."""
         if isinstance(call.func, ast.Attribute) and call.func.attr == "get" and call.args:
             return self._entry(call.func.value, call.args[0], function)
-        if key_of(call.func) == "getattr" and len(call.args) == 2 and self.outline.names.full(call.args[0]) == "torch":
+        is_getattr = isinstance(call.func, ast.Name) and call.func.id == "getattr"
+        if is_getattr and len(call.args) == 2 and self.outline.names.full(call.args[0]) == "torch":
             name = self.literal(call.args[1], function, 3)
             if isinstance(name, ast.Constant) and f"torch.{name.value!s}" in _DTYPES:
                 return ast.copy_location(

@@ -43,8 +43,9 @@ def outcome(call: ast.Call, function: Function) -> ast.expr | None:
     result = _run(function.body, known)
     if not isinstance(result, ast.expr) or _is_generator(function):
         return None
-    reads = {n.id for n in ast.walk(result) if isinstance(n, ast.Name)}
-    texts = {name: value for name, value in known.items() if name in reads and isinstance(value, (str, bool))}
+    texts = {name: value for name, value in known.items() if isinstance(value, (str, bool))}
+    reads = {n.id for n in nodes_in(result) if isinstance(n, ast.Name)} if texts else set()
+    texts = {name: value for name, value in texts.items() if name in reads}
     new: ast.expr = _Known(texts).visit(copy.deepcopy(result)) if texts else result
     return new
 

@@ -173,10 +173,15 @@ class Outline:
     def call_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function of this file that a call runs, if the text decides it."""
         func = call.func
+        name = last_name_of(func)
+        if not (
+            name in self._by_name or name in self.classes or "__call__" in self._by_name
+        ):  # most calls leave the file
+            return None
         target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
             target = self._method_of(key_of(func.value), func.attr, function)
-        if target is None and "scal" not in last_name_of(func).lower():  # what is called a scaler may do all of a step
+        if target is None and "scal" not in name.lower():  # what is called a scaler may do all of a step
             target = self._method_of(key_of(func), "__call__", function)
         return target
 

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 
 from halfstep.check.regex import regex
 
-__all__ = ["contains_any", "without_documentation", "words_in"]
+__all__ = ["contains_any", "without_comments", "without_documentation", "words_in"]
 
 # Parts that several words have and few texts: `"--fp16"`, `fp16: bool` and `dtype="fp16"` are one search.
 _PARTS = (
@@ -22,6 +22,7 @@ _PARTS = (
 
 # What stands before the quotes of a docstring on their line: an indent, or the rest of a statement without another string.
 _OPENS = regex(r"[^#'\"\\\n]*(?<![fFtT])(?<![fFtT][rR])")
+_COMMENT = regex(r"\n[ \t]*+#[^\n]*")  # with a line of its own
 
 
 def contains_any(text: str, words: tuple[str, ...]) -> bool:
@@ -63,3 +64,8 @@ def without_documentation(text: str) -> str:
     if any(inside.endswith("\\") for inside in parts[1::2]) or not all(openings):
         return text
     return '""'.join(parts[::2])
+
+
+def without_comments(text: str) -> str:
+    """The text without the comments that have lines of their own; the whole text where a string may contain such a line."""
+    return text if '"""' in text or "'''" in text else _COMMENT.sub("\n", f"\n{text}")
