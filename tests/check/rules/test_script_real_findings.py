@@ -39,3 +39,34 @@ def evaluate(model, loader, args=None):
 def test_the_branch_without_mixed_precision_of_optional_settings(test, expected):
     """A test that settings were passed at all does not say that the other branch runs with mixed precision."""
     assert [f.line for f in findings(BRANCHES.format(test=test), "HS149")] == expected
+
+
+OPTIONAL_APEX = """\
+import torch
+from apex import amp
+from timm.utils import ApexScaler
+def main(args, model, optimizer, loader):
+    loss_scaler = None
+    if args.amp == "apex":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        loss_scaler = ApexScaler()
+    for x, y in loader:
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad()
+{step}
+"""
+SCALER = """\
+        if loss_scaler is not None:
+            loss_scaler(loss, optimizer, clip_grad=args.clip)
+        else:
+            loss.backward(create_graph=args.second_order)
+            optimizer.step()"""
+NO_SCALER = """\
+        loss.backward(create_graph=args.second_order)
+        optimizer.step()"""
+
+
+@pytest.mark.parametrize(("step", "expected"), [(SCALER, []), (NO_SCALER, [12])])
+def test_an_object_that_scales_with_apex_in_the_other_branch(step, expected):
+    """Where an object made with `amp.initialize` steps, the plain backward of the other branch runs without Apex."""
+    assert [f.line for f in findings(OPTIONAL_APEX.format(step=step), "HS184")] == expected

@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, implied, later, only_settings
+from halfstep.check.script.flow.order import TraceRule, earlier, exclusive, implied, later, only_settings
 from halfstep.check.script.flow.passing import is_left_behind
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -271,6 +271,8 @@ class ApexUnscaledBackward(TraceRule):
             return None
         # `scale_loss` in another branch, or in a function that no trace reaches, may be the one that runs.
         is_optional = not implied(trace[before], event) or not _level(script, call)
+        if is_optional and exclusive(trace, event, "owned_step"):
+            return None  # the object that steps in the other branch, as timm's ApexScaler, scales with Apex
         if is_optional and ("scale_loss" in script.outline.calls or not only_settings(script, trace[before], event)):
             return None
         options = {k.arg for k in call.keywords}
