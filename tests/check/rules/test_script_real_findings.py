@@ -70,3 +70,36 @@ NO_SCALER = """\
 def test_an_object_that_scales_with_apex_in_the_other_branch(step, expected):
     """Where an object made with `amp.initialize` steps, the plain backward of the other branch runs without Apex."""
     assert [f.line for f in findings(OPTIONAL_APEX.format(step=step), "HS184")] == expected
+
+
+UNREAD = """\
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--amp", {option})
+args = parser.parse_args()
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ('default=2, type=int, help="amplification of the kernel"', []),
+        ('default=1, type=float, help="amplitude of the noise"', []),
+        ("default=0.5, type=float", []),
+        ("default=1, type=int", [4]),
+        ('default=True, type=int, help="automatic mixed precision"', [4]),
+        ('action="store_true"', [4]),
+    ],
+)
+def test_an_amplitude_is_no_precision_option(option, expected):
+    """`--amp` is also short for amplitude and amplification."""
+    assert [f.line for f in findings(UNREAD.format(option=option), "HS139")] == expected
