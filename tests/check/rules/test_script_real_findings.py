@@ -103,3 +103,47 @@ for x, y in loader:
 def test_an_amplitude_is_no_precision_option(option, expected):
     """`--amp` is also short for amplitude and amplification."""
     assert [f.line for f in findings(UNREAD.format(option=option), "HS139")] == expected
+
+
+STEPS = """\
+import torch
+def one(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+def other(model, p):
+{made}    {written}
+    optimizer.step()
+one(net)
+other(net, weight)
+"""
+MADE = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+TWICE = """\
+import torch
+def step(p, optimizer, value):
+    {written}
+    optimizer.step()
+def train(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        step(model.head.weight, optimizer, 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (STEPS.format(made=MADE, written="print(p)"), []),
+        (TWICE.format(written="p.grad = torch.full_like(p, value)"), []),
+        (TWICE.format(written="print(p)"), [4]),
+    ],
+)
+def test_a_second_step_of_new_gradients_or_another_optimizer(text, expected):
+    """A step repeats another only if both are of one optimizer object, and no line writes gradients between them."""
+    assert [f.line for f in findings(text, "HS114")] == expected
