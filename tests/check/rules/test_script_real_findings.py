@@ -147,3 +147,40 @@ def train(model, loader, optimizer):
 def test_a_second_step_of_new_gradients_or_another_optimizer(text, expected):
     """A step repeats another only if both are of one optimizer object, and no line writes gradients between them."""
     assert [f.line for f in findings(text, "HS114")] == expected
+
+
+QUANTIZED = """\
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+def fit(name):
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
+    Trainer(model, TrainingArguments("out", bf16=True)).train()
+    return model
+def main(args):
+    if args.eval_only:
+        quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+        base = AutoModelForCausalLM.from_pretrained(args.name, quantization_config=quantized)
+        model = {loaded}
+    else:
+        model = fit(args.name)
+    {after}
+"""
+ADAPTED = "PeftModel.from_pretrained(base, args.adapter)"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "after", "expected"),
+    [
+        (ADAPTED, "evaluate(model)", []),
+        ("base", "print(model.generate(**tokens))", []),
+        (ADAPTED, "Trainer(model, args).train()", [11]),
+        ("get_peft_model(base, LoraConfig())", "evaluate(model)", [11]),
+        (ADAPTED, "return model", [11]),
+        (ADAPTED, "use(model)", [11]),
+    ],
+)
+def test_a_branch_that_only_evaluates_in_another_format(loaded, after, expected):
+    """A model that is quantized for an evaluation is not in the bf16 run, which another branch starts."""
+    assert [f.line for f in findings(QUANTIZED.format(loaded=loaded, after=after), "HS268")] == expected

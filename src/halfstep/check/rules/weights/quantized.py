@@ -15,6 +15,7 @@ from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.command_line import Options, stays_here
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.regions.inference import only_evaluates
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -205,6 +206,8 @@ class ComputeDtypeMismatch(ScriptRule):
             value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
             if value is not None and formats_of(script.outline, value, function) == {"float16"}:
                 if state not in {ON, ""} and _may_follow(script, call, value, function):
+                    continue
+                if only_evaluates(script, call, function):
                     continue
                 yield self.finding(
                     script.where(value),
