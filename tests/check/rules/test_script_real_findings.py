@@ -184,3 +184,31 @@ ADAPTED = "PeftModel.from_pretrained(base, args.adapter)"
 def test_a_branch_that_only_evaluates_in_another_format(loaded, after, expected):
     """A model that is quantized for an evaluation is not in the bf16 run, which another branch starts."""
     assert [f.line for f in findings(QUANTIZED.format(loaded=loaded, after=after), "HS268")] == expected
+
+
+FREE = """\
+import torch
+import schedulefree
+from accelerate import Accelerator
+accelerator = Accelerator()
+optimizer = {made}
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for i, batch in enumerate(loader):
+    accelerator.backward(model(**batch).loss)
+    {step}
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "step", "expected"),
+    [
+        ("schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-3)", "optimizer.step()", []),
+        ("schedulefree.ScheduleFreeWrapper(base)", "optimizer.step()", []),
+        ("torch.optim.AdamW(model.parameters())", "lr_scheduler.step()", ["HS156"]),
+        ("schedulefree.SGDScheduleFree(model.parameters())", "lr_scheduler.step()", ["HS156"]),
+    ],
+)
+def test_an_optimizer_without_a_schedule(made, step, expected):
+    """An optimizer that is called schedule-free is no learning-rate schedule."""
+    assert [f.code for f in findings(FREE.format(made=made, step=step), "HS156")] == expected
