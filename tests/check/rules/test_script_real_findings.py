@@ -3,6 +3,10 @@
 import pytest
 
 from check_scripts import findings
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
+from halfstep.check.runner import check_document
+from halfstep.check.select import Selection
 
 BRANCHES = """\
 import torch
@@ -212,3 +216,72 @@ for i, batch in enumerate(loader):
 def test_an_optimizer_without_a_schedule(made, step, expected):
     """An optimizer that is called schedule-free is no learning-rate schedule."""
     assert [f.code for f in findings(FREE.format(made=made, step=step), "HS156")] == expected
+
+
+CASES = """\
+import torch
+def test_quantized():
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
+    SFTTrainer(model, SFTConfig(output_dir="out"{bf16})).train()
+def test_plain():
+    SFTTrainer(small, SFTConfig(output_dir="out", bf16=True)).train()
+"""
+IMPORTS = "from transformers import AutoModelForCausalLM, BitsAndBytesConfig\nfrom trl import SFTConfig, SFTTrainer\n"
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [("", []), (", bf16=True", [5])])
+def test_a_function_with_a_run_of_its_own(bf16, expected):
+    """A compute dtype is compared with the run of its function, not with that of another one."""
+    assert [f.line for f in findings(IMPORTS + CASES.format(bf16=bf16), "HS268")] == expected
+
+
+REPLICAS = """\
+import torch
+def test_save():
+    wrapped = torch.nn.DataParallel(net)
+    save(wrapped)
+{between}    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = net(x).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("between", "expected"), [("def test_region():\n", []), ("", [3])])
+def test_replicas_of_another_test_case(between, expected):
+    """DataParallel in one test case does not run in the region of another."""
+    assert [f.line for f in findings(REPLICAS.format(between=between), "HS147")] == expected
+
+
+TIMED = """\
+import time
+import torch
+def timed_call(fn):
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+def {name}(model, optimizer, {data}):
+    def step():
+        with torch.autocast("cuda"):
+            loss = model({data}).mean()
+        loss.backward()
+        optimizer.step()
+    return {call}(step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "call", "expected"),
+    [
+        ("run", "inputs", "timed_call", []),
+        ("benchmark_training", "inputs", "repeat", []),
+        ("run", "inputs", "repeat", [11]),
+        ("train_on_benchmark", "loader", "repeat", [11]),
+    ],
+)
+def test_steps_that_are_only_timed(name, data, call, expected):
+    """A benchmark with random inputs learns nothing, so that gradients that become zero change nothing."""
+    text = TIMED.format(name=name, data=data, call=call)
+    found = check_document(read_document("train.py", text.encode(), "python"), Settings(), Selection())
+    assert [f.line for f in found if f.code == "HS123"] == expected
