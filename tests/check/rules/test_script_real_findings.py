@@ -285,3 +285,47 @@ def test_steps_that_are_only_timed(name, data, call, expected):
     text = TIMED.format(name=name, data=data, call=call)
     found = check_document(read_document("train.py", text.encode(), "python"), Settings(), Selection())
     assert [f.line for f in found if f.code == "HS123"] == expected
+
+
+SOFTMAX = """\
+import torch
+from torch.nn import functional as F
+def attend(weights, amp):
+    if {test}:
+        weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(torch.float16)
+{other}        weights = F.softmax(weights, dim=-1)
+    return weights
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "other", "expected"),
+    [
+        ("weights.dtype == torch.float16", "    else:\n", []),
+        ("amp", "    else:\n", []),
+        ("amp", "", [6]),
+    ],
+)
+def test_a_softmax_in_the_other_branch_of_a_cast(test, other, expected):
+    """What one branch casts to float16 is not float16 in the other."""
+    assert [f.line for f in findings(SOFTMAX.format(test=test, other=other), "HS165")] == expected
+
+
+WARMED = """\
+import torch
+with torch.no_grad():
+    for x, y in loader:
+        {target}model(x)
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("target", "expected"), [("_ = ", []), ("", []), ("out = ", [4]), ("out, _ = ", [4])])
+def test_a_forward_whose_result_nobody_uses(target, expected):
+    """A pass that only shows that the model works is no validation."""
+    assert [f.line for f in findings(WARMED.format(target=target), "HS149")] == expected
