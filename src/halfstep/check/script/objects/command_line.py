@@ -27,7 +27,7 @@ _SHOWS = frozenset({
 _FORMATS = frozenset(
     {"fp16", "bf16", "fp32", "tf32", "float16", "bfloat16", "float32", "half", "16-mixed", "bf16-mixed"}
 )
-_AMPLITUDE = regex(r"amplif|amplitude|amp[eè]re", re.IGNORECASE)
+_AMPLITUDE = regex(r"amplif|amplitude|ampere", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
