@@ -164,6 +164,7 @@ def fit(name):
     return model
 def main(args):
     if args.eval_only:
+        tokenizer.pad_token = tokenizer.eos_token
         quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)
         base = AutoModelForCausalLM.from_pretrained(args.name, quantization_config=quantized)
         model = {loaded}
@@ -179,10 +180,10 @@ ADAPTED = "PeftModel.from_pretrained(base, args.adapter)"
     [
         (ADAPTED, "evaluate(model)", []),
         ("base", "print(model.generate(**tokens))", []),
-        (ADAPTED, "Trainer(model, args).train()", [11]),
-        ("get_peft_model(base, LoraConfig())", "evaluate(model)", [11]),
-        (ADAPTED, "return model", [11]),
-        (ADAPTED, "use(model)", [11]),
+        (ADAPTED, "Trainer(model, args).train()", [12]),
+        ("get_peft_model(base, LoraConfig())", "evaluate(model)", [12]),
+        (ADAPTED, "return model", [12]),
+        (ADAPTED, "use(model)", [12]),
     ],
 )
 def test_a_branch_that_only_evaluates_in_another_format(loaded, after, expected):

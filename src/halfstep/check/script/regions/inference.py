@@ -29,7 +29,7 @@ def only_evaluates(script: Script, node: ast.AST, function: Function) -> bool:
     for part in _with(function.node, above):
         if isinstance(part, ast.Return | ast.Yield) and part.value is not None:
             return False
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and key_of(part).startswith("self."):
             return False  # `self.model = ...`, which another method may train
         if isinstance(part, ast.Call):
             names.append(key_of(part.func) or last_name(ast.unparse(part.func)))
