@@ -52,6 +52,7 @@ _SMALL = 4000
 _DATA = frozenset({"json", "yaml", "toml"})  # languages in which most files of a folder are no configuration
 # Characters: each fix is verified in the edited text, which is parsed for that. Later fixes are dropped; a second run has them.
 MAX_FIXED_TEXT = 800_000
+_OF_LEARNING = frozenset({"HS123"})  # rules about what training learns, which is nothing in a benchmark
 NEAR = 5  # lines: a rule may report the same mistake at the region or at the backward pass, by what it knows
 MAX_CONFIGS = 500  # in one script; only generated code has more, and each takes a millisecond
 
@@ -150,6 +151,7 @@ def _findings(source: Source, settings: Settings, *, named: bool, preview: bool)
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
+    from halfstep.check.script.regions.measured import only_measures
     from halfstep.check.script.script import read_script
     from halfstep.check.script.syntax.raising import lines_that_raise
 
@@ -183,7 +185,8 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
         in_script += tuple(_in_runs(script, in_script))
     raising = lines_that_raise(tree, source.text) if in_script and source.language == "python" else []
     for finding in in_script:
-        if not any(finding.line in lines for lines in raising):
+        is_timed = finding.code in _OF_LEARNING and finding.cell is None and only_measures(script, finding.line)
+        if not is_timed and not any(finding.line in lines for lines in raising):
             yield finding
     if configures:
         from halfstep.check.config.joint import configs_in_script

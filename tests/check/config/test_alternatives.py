@@ -101,3 +101,12 @@ def test_strings_that_the_script_is_written_for(text, expected):
     nodes = all_nodes(ast.parse(text))
     call = next(n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "use")
     assert sorted(constant.value for constant in Alternatives(nodes).offered(call.args[0])) == expected
+
+
+def test_a_variable_and_an_attribute_that_are_copies_of_each_other():
+    """Copies in a circle end: what the variable is depends on something else."""
+    circle = "p = cfg.p\nwhile True:\n    use(p)\n    if p != cfg.p:\n        cfg.p = p\n    p = {last}\n"
+    assert values(circle.format(last="fallback(p)")) == []
+    assert values(circle.format(last="'no'")) == []
+    assert values("p = q\nq = p\nuse(p)") == []
+    assert values("p = 'fp16'\nif full:\n    p = 'no'\nuse(p)") == ["fp16", "no"]

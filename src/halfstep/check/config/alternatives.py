@@ -31,6 +31,7 @@ class Alternatives:
         self.options: dict[str, list[ast.expr]] = {}  # of an argparse or click parser: name -> default
         self.choices: dict[str, list[ast.expr]] = {}  # of a parser: name -> the values that it accepts
         self.fields: dict[str, list[ast.expr]] = {}  # of a class: name -> default
+        self._asked: set[ast.expr] = set()  # values that `_is_known` is looking at
         for node in nodes:
             self._read(node)
 
@@ -176,13 +177,23 @@ class Alternatives:
             assigned = [(name, value) for name, value in assigned if self._visible(node, value)]
         values = [value for _, value in assigned]
         # One of them is not a literal: what it is then depends on the others (`precision = f"{precision}-mixed"`).
-        if any(value is None or not list(self.of(value, _MAX_DEPTH - 1)) for value in values) and len(values) > 1:
+        if len(values) > 1 and not all(value is not None and self._is_known(value) for value in values):
             return
         yield from (value for value in values if value is not None)
         if isinstance(node, ast.Attribute) and not values:
             options = self.options.get(last, ())
             fields = self.fields.get(last, ())
             yield from options if len(options) == 1 else fields if len(fields) == 1 and not options else ()
+
+    def _is_known(self, value: ast.expr) -> bool:
+        """Whether an expression is a literal, or a variable that is; not one that is bound to itself by way of others."""
+        if value in self._asked:
+            return False
+        self._asked.add(value)
+        try:
+            return any(True for _ in self.of(value, _MAX_DEPTH - 1))
+        finally:
+            self._asked.discard(value)
 
     def _parameter(self, node: ast.Name) -> list[ast.expr] | None:
         """The default of the parameter that a name is, empty if it has none; None if it is no parameter."""

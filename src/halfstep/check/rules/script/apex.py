@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, implied, later, only_settings
+from halfstep.check.script.flow.order import TraceRule, earlier, exclusive, implied, later, only_settings
 from halfstep.check.script.flow.passing import is_left_behind
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -236,8 +236,7 @@ class ApexUnscaledBackward(TraceRule):
         event = trace[index]
         if event.scaled != "no" or not isinstance(event.node, ast.Call):
             return None
-        region = event.inside("scaled_loss")
-        loss = event.local.subject or "loss"
+        region, loss = event.inside("scaled_loss"), event.local.subject or "loss"
         if region is not None:
             block = region.node
             scaled = key_of(block.args[0]) if isinstance(block, ast.Call) and block.args else ""
@@ -269,9 +268,10 @@ class ApexUnscaledBackward(TraceRule):
         call = trace[before].node if before is not None else None
         if before is None or step is None or not isinstance(call, ast.Call):
             return None
-        # `scale_loss` in another branch, or in a function that no trace reaches, may be the one that runs.
+        # `scale_loss` in another branch (there also timm's ApexScaler), or in a function that no trace reaches, may be the one that runs.
         is_optional = not implied(trace[before], event) or not _level(script, call)
-        if is_optional and ("scale_loss" in script.outline.calls or not only_settings(script, trace[before], event)):
+        is_elsewhere = "scale_loss" in script.outline.calls or exclusive(trace, event, "owned_step")
+        if is_optional and (is_elsewhere or not only_settings(script, trace[before], event)):
             return None
         options = {k.arg for k in call.keywords}
         if _level(script, call) in {"O0", "O3"} or options & {"enabled", "loss_scale", "num_losses", None}:

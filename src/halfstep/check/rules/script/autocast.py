@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, compatible, may_meet
 from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import region_left_open
@@ -378,7 +378,7 @@ class DataParallelBf16(ScriptRule):
         opened = list(script.events("enter_autocast"))
         reported = set()
         for event in script.events("wrap_dp"):
-            if event.node not in reported and any(compatible(event, o) for o in opened):
+            if event.node not in reported and any(compatible(event, o) and may_meet(event, o) for o in opened):
                 reported.add(event.node)
                 yield self.finding(
                     script.where(event.node),

@@ -60,6 +60,7 @@ _SINCE = {
         "scaler_step",
         "owned_step",
         "handed",
+        "set_optimizer",
     ),
 }
 
@@ -99,7 +100,7 @@ class StepRepeated(TraceRule):
         if before.node in caught_block(event.node, script.above(event.node)):
             return None  # the first of the two raised
         if event.kind == "opt_step":
-            if not implied(before, event):
+            if not implied(before, event) or _sets_gradients(before, event):
                 return None
             message = (
                 f"`{event.local.optimizer}.step()` applies the gradients that line {_line(before)} has already applied"
@@ -124,7 +125,7 @@ class StepRepeated(TraceRule):
             before = trace[i]
             if before.kind != event.kind:
                 other = event.kind == "scaler_step" and before.kind == "update" and before.scaler != event.scaler
-                if other:
+                if other or (before.kind == "set_optimizer" and before.optimizer != event.optimizer):
                     continue
                 return None
             if event.kind == "update":
@@ -138,6 +139,17 @@ def _has_arguments(event: Event) -> bool:
     """Whether a call passes more than usual: a closure to an optimizer, a new scale to update."""
     call, usual = event.node, 1 if event.kind == "scaler_step" else 0
     return isinstance(call, ast.Call) and len(call.args) + len(call.keywords) > usual
+
+
+def _sets_gradients(before: Event, event: Event) -> bool:
+    """Whether the function of a step writes gradients itself before it, and after the previous step: `p.grad = total / n`."""
+    first = _line(before) if before.function is event.function else 0
+    for node in ast.walk(event.function.node):
+        if isinstance(node, ast.Assign | ast.AugAssign) and first < node.lineno < _line(event):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(t, ast.Attribute) and t.attr == "grad" for t in targets):
+                return True
+    return False
 
 
 def _line(event: Event) -> int:

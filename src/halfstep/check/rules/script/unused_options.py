@@ -12,7 +12,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
 from halfstep.check.script.flow.run_format import names_other_format, unused_bf16
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
-from halfstep.check.script.objects.command_line import Options, dataclass_fields, names_format, stays_here
+from halfstep.check.script.objects.command_line import Options, dataclass_fields, is_amplitude, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
@@ -159,6 +159,7 @@ class UnusedPrecisionOption(ScriptRule):
         named = (PRECISION_OPTION, _SCALE, _CHOICE)
         use = _settings_of(script).use_in_step
         precise = [o for o in options.declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
+        precise = [o for o in precise if not is_amplitude(o[0], o[2])]
         precise += [o for o in options.declared if o not in precise and use(o[2], argument(o[0], None, "default"))]
         if not precise or not stays_here(options):
             return

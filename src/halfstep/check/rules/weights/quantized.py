@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training
+from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training, is_in_own_run
 from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.command_line import Options, stays_here
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.quantized_loads import is_of_untrained
+from halfstep.check.script.regions.inference import only_evaluates
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -207,7 +208,9 @@ class ComputeDtypeMismatch(ScriptRule):
             if value is not None and formats_of(script.outline, value, function) == {"float16"}:
                 if state not in {ON, ""} and _may_follow(script, call, value, function):
                     continue
-                if is_of_untrained(script, call, function):
+                if is_of_untrained(script, call, function) or is_in_own_run(script, function):
+                    continue
+                if only_evaluates(script, call, function):
                     continue
                 yield self.finding(
                     script.where(value),

@@ -11,6 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast, with_autocast
 from halfstep.check.script.flow.logit_formats import logit_formats
 from halfstep.check.script.flow.sources import RESHAPES, element_of, latest, selected
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.modules import attribute_values
 from halfstep.check.script.objects.outputs import in_no_grad, is_product, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, dtypes_of, text_of
@@ -186,7 +187,10 @@ def _is_half(script: Script, node: ast.expr, function: Function) -> bool:
         if last is None or last.value is None or last.index is not None:
             return False
         # In a branch or a loop that does not contain the reduction, another assignment may be the last one.
-        if script.outline.parents.get(last.node) not in set(script.above(node)):
+        guards = conditions_of(script.outline, node)
+        if script.outline.parents.get(last.node) not in set(script.above(node)) or not all(
+            guard in guards for guard in conditions_of(script.outline, last.node)
+        ):
             return False
         node = last.value
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

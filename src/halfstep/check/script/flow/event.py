@@ -19,7 +19,7 @@ from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.values import Autocast
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation", "is_fallback"]
+__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation", "is_fallback", "may_meet"]
 
 
 # A named tuple rather than a dataclass: loops are hashed and compared for every pair of events.
@@ -103,6 +103,12 @@ def is_accumulation(guard: Guard) -> bool:
 def compatible(a: Event, b: Event) -> bool:
     """Whether two events can happen in one pass: no condition on one contradicts a condition on the other."""
     return not a.guards or not b.guards or possible(a.guards, b.guards)
+
+
+def may_meet(a: Event, b: Event) -> bool:
+    """Whether two events may be about one object: two test cases have none in common."""
+    cases = {(e.roots[0] if e.roots else e.function.node) for e in (a, b) if e.function.name.startswith("test_")}
+    return not cases or (len(cases) == 1 and a.function is b.function)
 
 
 def is_fallback(guard: Guard, event: Event) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from halfstep.check.regex import regex
 
-__all__ = ["Guard", "possible"]
+__all__ = ["Guard", "possible", "tested_values"]
 
 
 # A named tuple rather than a dataclass: guards are hashed and compared for every pair of events.
@@ -130,3 +130,9 @@ def _read(guard: Guard) -> _Test | None:
     if op[0] == "<":
         return _Test(subject, high=value, is_high_open=is_open)
     return _Test(subject, low=value, is_low_open=is_open)
+
+
+def tested_values(parts: list[str]) -> list[str]:
+    """The parts of a condition without those that only guard another: `args is not None` before `args.amp`."""
+    owners = {part.rpartition(".")[0] for part in parts if part.replace(".", "").isidentifier()} - {""}
+    return [part for part in parts if part.removesuffix(" is not None") not in owners]

@@ -16,6 +16,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import ScriptRule
 from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation, is_fallback
+from halfstep.check.script.flow.guard import tested_values
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Scaler, argument, make_scaler, text_of
 from halfstep.check.script.script import Script
@@ -333,7 +334,7 @@ def _excludes_amp(guard: Guard) -> bool:
         return False
     if not is_true and " and " in text and " or " not in text:
         # `use_amp and use_fsdp` is also false in a run with mixed precision; without CUDA there is none.
-        parts = [p for p in text.split(" and ") if f" and {p}." not in text]  # `args and args.amp` is `args.amp`
+        parts = tested_values(text.split(" and "))
         tests = any(is_amp((part, True)) for part in parts) or all(map(_ON_GPU.search, parts))
         return not full and tests and all(is_amp((part, True)) or _DEVICE.search(part) for part in parts)
     return full if is_true else not full and is_amp(guard)

@@ -195,8 +195,9 @@ def _is_probe(script: Script, event: Event) -> bool:
     """Whether a forward measures nothing: its result is dropped or only asked for its shape, or its inputs are made up."""
     if not isinstance(event.node, ast.Call) or _DUMMY.search(text_of(event.node)):
         return True
-    is_dropped = isinstance(script.outline.parents.get(event.node), ast.Expr)
-    if is_dropped and key_of(event.node.func) == event.local.subject:
+    parent = script.outline.parents.get(event.node)
+    is_dropped = isinstance(parent, ast.Assign) and all(key_of(target) == "_" for target in parent.targets)
+    if (is_dropped or isinstance(parent, ast.Expr)) and key_of(event.node.func) == event.local.subject:
         return True  # a warm-up, or an update of the model's own state; a method such as `validation_step` logs
     if _is_only_sized(script, event.node, event.function):
         return True

@@ -44,10 +44,11 @@ _FORWARD = regex(
     r"generate|predict(_(?!step$|proba$)\w+)?|encode(_(image|text))?|decode)$"
 )
 _LOSS = regex(r"loss\W*$", re.IGNORECASE)
-_SCHEDULER = regex(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
+_SCHEDULES = regex(r"schedule(?!_?free)", re.IGNORECASE)  # an AdamWScheduleFree is an optimizer
+_SCHEDULER = regex(r"sched(?!ule_?free)|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = regex(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
 _OPTIM_CLASS = regex(  # not the averaged model of torch.optim.swa_utils
-    r"^torch\.optim(?!\.swa_utils)|(Ada[mfgd]|AdaBelief|SGD|Lion|RMSprop|LAMB|Lamb|Ranger|Muon|Shampoo|(?i:optim(?!al|um|ism|i[sz](?!er))))[^.]*$"
+    r"^torch\.optim(?!\.swa_utils)|(Ada[mfgd]|AdaBelief|SGD|Lion|RMSprop|LAMB|Lamb|Ranger|Muon|Shampoo|(?i:schedule_?free|optim(?!al|um|ism|i[sz](?!er))))[^.]*$"
 )
 
 
@@ -148,13 +149,12 @@ class Recogniser:
             return "scaler"
         name = self.outline.names.full(value.func) or ".".join(chain(value.func))
         last = name.rsplit(".", 1)[-1]
-        if last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args):
-            return ""  # `kwargs.get("scaler")`: passed like a parameter
+        is_read = last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args)
+        if is_read or last == "step":
+            return ""  # `kwargs.get("scaler")`: passed like a parameter; `optimizer = schedule.step(i, optimizer)`
         if last == "instantiate" and value.args:
             last = _last(key_of(value.args[0])) or last  # of Hydra: `instantiate(cfg.amp.scaler)`
-        if last == "step":
-            return ""  # `optimizer = schedule.step(i, optimizer)`
-        if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
+        if "lr_scheduler" in name or _SCHEDULES.search(last) or last.endswith("LR"):
             return "other" if schedules_value(value, name) else "scheduler"
         if _OPTIM_CLASS.search(f"{name}.{last}"):
             return "optimizer"

@@ -30,6 +30,7 @@ __all__ = [
     "bf16_weights",
     "flag_states",
     "fp16_training",
+    "is_in_own_run",
     "names_other_format",
     "unused_bf16",
 ]
@@ -189,14 +190,16 @@ def _is_arguments(script: Script, site: CallSite) -> bool:
     return full.endswith("TrainingArguments") or (full.endswith("Config") and full.split(".")[0] in _TRAINERS)
 
 
-def bf16_run(script: Script) -> tuple[str, str]:
-    """The most certain way in which a script trains in bf16, as its state and a sentence; "" and "" if there is none."""
+def bf16_run(script: Script, own: Function | None = None) -> tuple[str, str]:
+    """The most certain way in which a script, or one function, trains in bf16: its state and a sentence; "" and "" if there is none."""
     outline = script.outline
     best = ("", "")
     for last, sites in outline.calls.items():
         if not last.endswith(_ARGUMENTS) or last == "BitsAndBytesConfig":
             continue
         for site in sites:
+            if own not in (None, site.function):
+                continue
             node = keyword_of(outline, *site, "bf16")
             fp16 = keyword_of(outline, *site, "fp16")
             fp16_states = flag_states(outline, fp16, site.function)
@@ -216,6 +219,16 @@ def bf16_run(script: Script) -> tuple[str, str]:
             node = keyword_of(outline, call, function, "mixed_precision", "precision")
             best = _better(best, _by_name(script, node, function)) if node is not None else best
     return best
+
+
+def is_in_own_run(script: Script, function: Function) -> bool:
+    """Whether a function starts a run of its own, which is not in bf16, whatever the other functions of the file do."""
+    if isinstance(function.node, ast.Module):
+        return False
+    sites = (s for last, sites in script.outline.calls.items() if last.endswith(_ARGUMENTS) for s in sites)
+    names = [script.outline.names.full(s.call.func) for s in sites if s.function is function]
+    starts = any(name.endswith("TrainingArguments") or name.startswith("trl.") for name in names)
+    return starts and not bf16_run(script, function)[1]
 
 
 def _better(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain
 from halfstep.check.script.syntax.shown import shows_only
 
-__all__ = ["Options", "dataclass_fields", "names_format", "stays_here"]
+__all__ = ["Options", "dataclass_fields", "is_amplitude", "names_format", "stays_here"]
 
 # Functions that only show or store a namespace.
 _SHOWS = frozenset({
@@ -27,6 +27,7 @@ _SHOWS = frozenset({
 _FORMATS = frozenset(
     {"fp16", "bf16", "fp32", "tf32", "float16", "bfloat16", "float32", "half", "16-mixed", "bf16-mixed"}
 )
+_AMPLITUDE = regex(r"amplif|amplitude|ampere", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
@@ -110,6 +111,15 @@ def names_format(option: ast.Call) -> bool:
     """Whether the choices of an option are number formats: `choices=["fp32", "bf16"]`."""
     choices = {constant(choice) for choice in getattr(argument(option, None, "choices"), "elts", ())}
     return len(choices & _FORMATS) > 1
+
+
+def is_amplitude(option: ast.Call, name: str) -> bool:
+    """Whether an `--amp` is no flag but a quantity: by its help, or by a default that is a number other than 0 and 1."""
+    if name.casefold() not in {"amp", "amps"}:
+        return False
+    default, help_text = (constant(argument(option, None, key)) for key in ("default", "help"))
+    is_number = isinstance(default, int | float) and default not in (0, 1)
+    return is_number or bool(_AMPLITUDE.search(help_text if isinstance(help_text, str) else ""))
 
 
 def _sets(call: ast.Call, name: str) -> bool:
