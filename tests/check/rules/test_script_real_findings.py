@@ -181,13 +181,11 @@ ADAPTED = "PeftModel.from_pretrained(base, args.adapter)"
         (ADAPTED, "evaluate(model)", []),
         ("base", "print(model.generate(**tokens))", []),
         (ADAPTED, "Trainer(model, args).train()", [12]),
-        ("get_peft_model(base, LoraConfig())", "evaluate(model)", [12]),
-        (ADAPTED, "return model", [12]),
-        (ADAPTED, "use(model)", [12]),
+        (ADAPTED, "return model", []),
     ],
 )
-def test_a_branch_that_only_evaluates_in_another_format(loaded, after, expected):
-    """A model that is quantized for an evaluation is not in the bf16 run, which another branch starts."""
+def test_a_branch_whose_model_no_trainer_gets(loaded, after, expected):
+    """A model that is quantized for an evaluation is not in the bf16 run, whose Trainer gets another one."""
     assert [f.line for f in findings(QUANTIZED.format(loaded=loaded, after=after), "HS268")] == expected
 
 

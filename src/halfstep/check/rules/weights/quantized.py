@@ -16,7 +16,6 @@ from halfstep.check.script.objects.command_line import Options, stays_here
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.quantized_loads import is_of_untrained
-from halfstep.check.script.regions.inference import only_evaluates
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -209,8 +208,6 @@ class ComputeDtypeMismatch(ScriptRule):
                 if state not in {ON, ""} and _may_follow(script, call, value, function):
                     continue
                 if is_of_untrained(script, call, function) or is_in_own_run(script, function):
-                    continue
-                if only_evaluates(script, call, function):
                     continue
                 yield self.finding(
                     script.where(value),
