@@ -32,9 +32,10 @@ from halfstep.check.script.flow.divisions import (
     undivided_end,
     updated_by,
 )
+from halfstep.check.script.flow.divided_across import divisions_of_loss
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision
+from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision, loops_around
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import (
     ACCUMULATION,
@@ -356,6 +357,13 @@ def _loss_of(event: Event) -> ast.expr | None:
     return loss
 
 
+def _repeats(script: Script, event: Event) -> set[str]:
+    """The numbers of passes of the loops around a backward: `len(chunks)` of `for chunk in chunks`, `n` of `range(n)`."""
+    loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
+    sources = [s.args[0] if isinstance(s, ast.Call) and len(s.args) == 1 else s for s in (loop.iter for loop in loops)]
+    return {text for s in sources if (key := key_of(s)) for text in (key, f"len({key})")}
+
+
 class LossDividedTwice(TraceRule):
     """The loss is divided by the number of micro-batches twice."""
 
@@ -377,13 +385,8 @@ class LossDividedTwice(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward of a loss that was divided by the same number of micro-batches at least twice."""
         event = trace[index]
-        statement = script.statement(event.node)
-        if statement is None or not isinstance(event.node, ast.Call):
-            return None
-        before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
-        divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
-        lengths = sorted(d for d in divisors if ACCUMULATION.search(d))
-        twice = next((d for d in lengths if Divisions(d, before).of(event.node) > 1), "")
+        counts = divisions_of_loss(script, event, lambda d: bool(ACCUMULATION.search(d)) or d in _repeats(script, event))
+        twice = next((d for d in sorted(counts) if counts[d] > 1), "")
         if not twice:
             return None
         return self.finding(
