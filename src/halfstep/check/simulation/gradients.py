@@ -283,9 +283,10 @@ class Gradients:
             self.is_sure = False
 
     def forget(self) -> None:
-        """Other code may run now, between two calls of a method."""
+        """Other code may run now, between two calls of a method; it clears no gradients where the method clears others itself."""
+        clears = any(optimizer.cleared for optimizer in self.optimizers)
         for optimizer in self.optimizers:
-            optimizer.is_sure = False
+            optimizer.is_sure = clears and optimizer.stepped > 0
         for scaler in self.scalers:
             scaler.is_sure = scaler.is_sure and not scaler.unscaled and not scaler.stepped
 

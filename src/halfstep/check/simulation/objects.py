@@ -142,7 +142,7 @@ class Objects(Decisions):
             self.gradients.backward(base, node)
             return None
         if name in {"detach", "detach_"}:
-            return Tensor(frozenset(), base.formats, None, 0, base.region)
+            return Tensor(frozenset())  # no gradient passes through what computed it
         return Unknown(self.path.fresh(name)) if _DATA.search(name) and name != "float" else combined(base, *args)
 
     def _call_unknown_method(
