@@ -54,7 +54,12 @@ def train(model, loader, optimizer, scaler, accum_freq):
 
 @pytest.mark.parametrize(
     ("inner", "outer", "expected"),
-    [(" / accum_freq", " / accum_freq", [5]), ("", " / accum_freq", []), (" / accum_freq", "", []), (" / world", " / accum_freq", [])],
+    [
+        (" / accum_freq", " / accum_freq", [5]),
+        ("", " / accum_freq", []),
+        (" / accum_freq", "", []),
+        (" / world", " / accum_freq", []),
+    ],
 )
 def test_a_loss_that_is_divided_before_it_is_passed(inner, outer, expected):
     """The loss that a function receives has the divisions of the line that calls it."""

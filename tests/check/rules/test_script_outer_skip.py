@@ -26,7 +26,12 @@ def train(model, batches, optimizer, scaler, steps, n):
 
 @pytest.mark.parametrize(
     ("test", "end", "expected"),
-    [("bad", "continue", [11]), ("bad", "break", []), ("bad", "scaler.update(1024.0)", []), ("step < 10", "continue", [])],
+    [
+        ("bad", "continue", [11]),
+        ("bad", "break", []),
+        ("bad", "scaler.update(1024.0)", []),
+        ("step < 10", "continue", []),
+    ],
 )
 def test_a_test_behind_the_loop_over_micro_batches(test, end, expected):
     """An iteration of the outer loop that a test of the gradients leaves skips the update of the whole window."""

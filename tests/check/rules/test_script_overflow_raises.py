@@ -191,7 +191,8 @@ def test_a_comparison_with_inf_or_a_checked_variable(test, expected):
 
 
 @pytest.mark.parametrize(
-    ("copy", "expected"), [("value = float(norm)", True), ("value = norm.item()", True), ("value = norm_of(model)", False)]
+    ("copy", "expected"),
+    [("value = float(norm)", True), ("value = norm.item()", True), ("value = norm_of(model)", False)],
 )
 def test_a_number_that_is_copied_from_the_norm_below_the_step(copy, expected):
     """The norm between `unscale_` and the step is inf also as a number that is made of it afterwards."""

@@ -53,7 +53,9 @@ def train(model, optimizer, loader):
 """
 
 
-@pytest.mark.parametrize(("bind", "expected"), [("", 1), ("from apex import amp", 0), ("amp = try_import('apex.amp')", 0)])
+@pytest.mark.parametrize(
+    ("bind", "expected"), [("", 1), ("from apex import amp", 0), ("amp = try_import('apex.amp')", 0)]
+)
 def test_apex_that_is_not_imported(bind, expected):
     """`amp.scale_loss` is of Apex."""
     found = findings(APEX.format(bind=bind), "HS117")

@@ -59,7 +59,9 @@ class Trainer:
 """
 
 
-@pytest.mark.parametrize(("returned", "expected"), [("scaler", True), ("Wrapper(scaler)", False), ("scaler, amp", False)])
+@pytest.mark.parametrize(
+    ("returned", "expected"), [("scaler", True), ("Wrapper(scaler)", False), ("scaler, amp", False)]
+)
 def test_an_attribute_that_a_function_of_the_file_creates(returned, expected):
     """What a function returns is a scaler if the function creates one and returns it as it is."""
     assert bool(findings(ATTRIBUTE.format(returned=returned), "HS100")) is expected

@@ -258,7 +258,9 @@ def _after_step(script: Script, function: Function, start: int, step: int) -> It
         return
     assigns = [n for n in inside if isinstance(n, ast.Assign) and start < n.lineno <= step]
     measured = {key_of(target) for n in assigns for target in n.targets} - {""}
-    copies = [n for n in inside if isinstance(n, ast.Assign) and step < n.lineno <= end and _is_number_of(n.value, measured)]
+    copies = [
+        n for n in inside if isinstance(n, ast.Assign) and step < n.lineno <= end and _is_number_of(n.value, measured)
+    ]
     measured |= {key_of(target) for n in copies for target in n.targets} - {""}
     changed = [
         n.lineno

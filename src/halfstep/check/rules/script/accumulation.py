@@ -11,6 +11,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.divided_across import divisions_of_loss
 from halfstep.check.script.flow.divisions import (
     MAX_ASSIGNMENTS,
     Divisions,
@@ -19,7 +20,6 @@ from halfstep.check.script.flow.divisions import (
     batch_sizes,
     bindings_before,
     computed_apart,
-    divided_by,
     divides_gradients,
     is_divided,
     is_nominal,
@@ -32,7 +32,6 @@ from halfstep.check.script.flow.divisions import (
     undivided_end,
     updated_by,
 )
-from halfstep.check.script.flow.divided_across import divisions_of_loss
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision, loops_around
@@ -385,7 +384,9 @@ class LossDividedTwice(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward of a loss that was divided by the same number of micro-batches at least twice."""
         event = trace[index]
-        counts = divisions_of_loss(script, event, lambda d: bool(ACCUMULATION.search(d)) or d in _repeats(script, event))
+        counts = divisions_of_loss(
+            script, event, lambda d: bool(ACCUMULATION.search(d)) or d in _repeats(script, event)
+        )
         twice = next((d for d in sorted(counts) if counts[d] > 1), "")
         if not twice:
             return None

@@ -82,7 +82,9 @@ class UnscaleBeforeReduction(ScriptRule):
 
 def _reductions(script: Script) -> Iterator[CallSite]:
     """The calls that reduce gradients across ranks, also through a function of the file."""
-    direct = [site for name in _COLLECTIVES for site in script.outline.calls.get(name, ()) if _is_of_gradients(script, site)]
+    direct = [
+        site for name in _COLLECTIVES for site in script.outline.calls.get(name, ()) if _is_of_gradients(script, site)
+    ]
     yield from direct
     reducing = {site.function for site in direct if not isinstance(site.function.node, ast.Module)}
     names = {function.name for function in reducing}

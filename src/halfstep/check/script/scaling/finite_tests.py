@@ -46,7 +46,11 @@ def raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]]
         target = script.outline.call_target(node, function) if isinstance(node, ast.Call) else None
         if target is not None and target is not function and target not in unscaling:
             yield from ((getattr(node, "lineno", 0), inner) for inner in _raising_in(script, target))
-            if isinstance(node, ast.Call) and _raises_for(script, node, target, function) and not _is_caught(script, node):
+            if (
+                isinstance(node, ast.Call)
+                and _raises_for(script, node, target, function)
+                and not _is_caught(script, node)
+            ):
                 yield node.lineno, node
 
 
@@ -57,7 +61,9 @@ def _raises_for(script: Script, call: ast.Call, target: Function, function: Func
         value = argument(call, target.params.index(name) - offset, name)
         texts = [text_of(value)]
         if isinstance(value, ast.Name):
-            texts += map(text_of, _values_of(script, [value.id], value, function)[-1:])  # `total = clip_grad_norm_(...)`
+            texts += map(
+                text_of, _values_of(script, [value.id], value, function)[-1:]
+            )  # `total = clip_grad_norm_(...)`
         if any(map(_GRADIENT.search, texts)) and not any(map(_LOSS.search, texts)) and not _LENIENT.search(texts[0]):
             return True
     return False
