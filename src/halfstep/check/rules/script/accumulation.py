@@ -11,7 +11,6 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.divided_across import divisions_of_loss
 from halfstep.check.script.flow.divisions import (
     MAX_ASSIGNMENTS,
     Divisions,
@@ -48,6 +47,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.divided_losses import divisions_of_loss
 from halfstep.check.script.scaling.weighted_losses import passed_to_loss, weighed_with_owner
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of

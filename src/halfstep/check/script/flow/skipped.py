@@ -88,7 +88,7 @@ def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False)
 
 
 def find_early_return(script: Script, event: Event, uses: list[Event]) -> ast.If | None:
-    """The test of the gradients by which a function returns before all uses of the scaler; the caller goes on with the next batch.
+    """The test of the gradients by which a function returns before all uses of the scaler; the caller continues with the next batch.
 
     The function is called after the event, `self.optimizer_step()`, and returns nothing by which the caller could leave its loop.
     """

@@ -129,9 +129,9 @@ class _Place:
     def _of_variable(self, key: str, start: int) -> Counts:
         if (key, start) not in self._variables:
             self._variables[key, start] = _NONE
-            found = next((i for i in range(start, len(self.before)) if self.before[i].binds(key)), None)
-            if found is not None:
-                self._variables[key, start] = self._of_assignment(self.before[found].statement, key, found + 1)
+            position = next((i for i in range(start, len(self.before)) if self.before[i].binds(key)), None)
+            if position is not None:
+                self._variables[key, start] = self._of_assignment(self.before[position].statement, key, position + 1)
             elif key in self.known:
                 self._variables[key, start] = self.known[key]
         return self._variables[key, start]
