@@ -82,3 +82,27 @@ for x, y in loader:
 def test_a_number_that_is_made_of_the_loss(value, expected):
     """A test of the loss as a number is one of the loss."""
     assert [f.line for f in findings(ZEROED.format(value=value), "HS179")] == expected
+
+
+MEASURED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+{first}    flat = torch.cat([p.{tensor}.flatten() for p in model.parameters()])
+    log(flat.norm())
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "tensor", "expected"),
+    [("", "grad", [9]), ("", "data", []), ("    scaler.unscale_(optimizer)\n", "grad", [])],
+)
+def test_the_norm_of_joined_gradients(first, tensor, expected):
+    """HS110: one tensor with all gradients has their scale."""
+    assert [f.line for f in findings(MEASURED.format(first=first, tensor=tensor), "HS110")] == expected

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.tensors import grad_of, joins_gradients
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES"]
 
 _COLLECTIVES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "allreduce")
-_JOINS = {"cat", "concat", "_flatten_dense_tensors", "list", "tuple"}
-_SHAPES = {"view", "flatten", "reshape", "ravel", "contiguous", "detach"}
 _REDUCES = regex(r"^_?(average|avg|sync|synchronize|all_?reduce|reduce|mean)_?(\w+_)?grad(ient)?s?(_\w+)?$", re.IGNORECASE)  # fmt: skip
 _LOOP = """\
 import torch
@@ -104,19 +102,7 @@ def _is_of_gradients(script: Script, site: CallSite) -> bool:
     named = [v.id for v in values if isinstance(v, ast.Name)]
     bound = [b for name in named for b in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
     bound = [b for b in bound if b.function is site.function and b.value is not None and b.index is None]
-    return any(_joins_gradients(b.value) for b in bound if b.value is not None)
-
-
-def _joins_gradients(value: ast.expr) -> bool:
-    """Whether a value has all gradients: a list of `p.grad`, or the tensor that `cat` makes of one."""
-    if isinstance(value, ast.Call) and last_name(key_of(value.func)) in _JOINS and value.args:
-        value = value.args[0]
-    if not isinstance(value, (ast.ListComp, ast.GeneratorExp)):
-        return False
-    element = value.elt
-    while isinstance(element, ast.Call) and isinstance(element.func, ast.Attribute) and element.func.attr in _SHAPES:
-        element = element.func.value
-    return grad_of(element)
+    return any(joins_gradients(b.value) for b in bound if b.value is not None)
 
 
 RULES: tuple[type[Rule], ...] = (UnscaleBeforeReduction,)
