@@ -162,3 +162,40 @@ def train(model, loader, optimizer):
 def test_a_raise_below_the_step_for_the_norm_measured_above(test, expected):
     """The step was skipped, and the run ends all the same; weights and losses are finite after it."""
     assert [f.line for f in findings(BELOW.format(test=test), "HS175")] == expected
+
+
+CHECKED = """\
+import torch
+
+def require(value):
+    if not torch.isfinite(value):
+        raise FloatingPointError
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("if norm == float('inf') or norm != norm: raise RuntimeError('overflow')", True),
+        ("if not norm < math.inf: raise RuntimeError('overflow')", True),
+        ("total = norm_of_gradients(model)\n    require(total)", True),
+        ("if best == float('inf'): raise RuntimeError('no step')", False),
+        ("total = total_loss(model)\n    require(total)", False),
+        ("if norm != previous_norm: raise RuntimeError('not reproducible')", False),
+    ],
+)
+def test_a_comparison_with_inf_or_a_checked_variable(test, expected):
+    """Inf is compared with, NaN differs from itself, and a helper may check a norm under any name."""
+    assert ("HS175" in reported(CHECKED + LOOP.format(options="", dtype="float16", test=test))) is expected
+
+
+@pytest.mark.parametrize(
+    ("copy", "expected"),
+    [("value = float(norm)", True), ("value = norm.item()", True), ("value = norm_of(model)", False)],
+)
+def test_a_number_that_is_copied_from_the_norm_below_the_step(copy, expected):
+    """The norm between `unscale_` and the step is inf also as a number that is made of it afterwards."""
+    text = LOOP.format(options="", dtype="float16", test="pass")
+    text += f"    {copy}\n    if not math.isfinite(value): raise RuntimeError('gradients')\n"
+    assert ("HS175" in reported(text)) is expected

@@ -243,3 +243,48 @@ def test_elements_of_an_unknown_list_are_no_single_optimizer():
                 scaler.update()
         """
     assert codes(text) == []
+
+
+AGENT = """
+class Agent:
+    def __init__(self, actor, critic):
+        self.actor, self.critic = actor, critic
+        self.actor_opt = torch.optim.AdamW(self.actor.parameters())
+        self.critic_opt = torch.optim.AdamW(self.critic.parameters())
+        self.alpha = torch.zeros(1, requires_grad=True)
+        self.alpha_opt = torch.optim.Adam([self.alpha])
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def update(self, batch):
+        with torch.autocast("cuda", dtype=torch.float16):
+            critic_loss = criterion(self.critic(batch), batch)
+        {critic}
+        self.scaler.scale(critic_loss).backward()
+        self.scaler.step(self.critic_opt)
+        with torch.autocast("cuda", dtype=torch.float16):
+            logp = self.actor(batch)
+            actor_loss = logp.mean()
+        {actor}
+        self.scaler.scale(actor_loss).backward()
+        self.scaler.step(self.actor_opt)
+        self.scaler.update()
+        loss = (self.alpha * logp{detach}).mean()
+        self.alpha_opt.zero_grad()
+        loss.backward()
+        self.alpha_opt.step()
+"""
+CLEAR = "self.{}_opt.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("critic", "actor", "detach", "expected"),
+    [
+        (CLEAR.format("critic"), CLEAR.format("actor"), ".detach()", []),
+        ("pass", CLEAR.format("actor"), ".detach()", ["HS156"]),
+        (CLEAR.format("critic"), CLEAR.format("actor"), "", ["HS123"]),
+    ],
+    ids=["right", "one", "attached"],
+)
+def test_a_method_that_another_file_calls_for_each_batch(critic, actor, detach, expected):
+    """A class that clears some gradients clears all that need it, and no gradient passes through what is detached."""
+    assert codes(AGENT.format(critic=critic, actor=actor, detach=detach)) == expected

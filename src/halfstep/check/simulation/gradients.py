@@ -49,6 +49,11 @@ def _shares_all(other: Optimizer, optimizer: Optimizer) -> bool:
     return is_same and all(_takes_all(each.node) for each in (other, optimizer))
 
 
+def _are_two(other: Scaler, scaler: Scaler) -> bool:
+    """Whether the script creates two scalers, and does not only have two names for one."""
+    return other is not scaler and other.node is not None and scaler.node is not None
+
+
 def _takes_all(node: ast.AST | None) -> bool:
     """Whether an optimizer is created with `model.parameters()`."""
     params = node.args[0] if isinstance(node, ast.Call) and node.args else None
@@ -188,6 +193,9 @@ class Gradients:
         if bare := [p for p in parts if p.loss.scaler is None]:
             if self.is_sure and all(p.loss.models is not None for p in bare):
                 self._add("HS102", bare[0].node, f"this loss is not scaled, but `{name}.step` divides its gradients by the scale", f"write {name}.scale(loss).backward()")  # fmt: skip
+        elif parts and all(p.loss.scaler is not None and _are_two(p.loss.scaler, scaler) for p in parts):
+            other = parts[0].loss.scaler.key if parts[0].loss.scaler else ""
+            self._add("HS102", parts[0].node, f"this loss is multiplied by the scale of `{other}`, but `{name}.step` divides its gradients by its own scale", f"write {name}.scale(loss).backward()")  # fmt: skip
         elif any(p.loss.version != scaler.version for p in own) and optimizer not in scaler.unscaled:
             self._add("HS108", node, f"`{name}.update()` runs between a backward and this step: some of these gradients have another scale than the one they are divided by", f"call {name}.update() once, after the last step; clear gradients before")  # fmt: skip
         elif late := [p for p in own if optimizer in scaler.unscaled and p.number > optimizer.unscaled]:
@@ -283,9 +291,10 @@ class Gradients:
             self.is_sure = False
 
     def forget(self) -> None:
-        """Other code may run now, between two calls of a method."""
+        """Other code may run now, between two calls of a method; it clears no gradients where the method clears others itself."""
+        clears = any(optimizer.cleared for optimizer in self.optimizers)
         for optimizer in self.optimizers:
-            optimizer.is_sure = False
+            optimizer.is_sure = clears and optimizer.stepped > 0
         for scaler in self.scalers:
             scaler.is_sure = scaler.is_sure and not scaler.unscaled and not scaler.stepped
 

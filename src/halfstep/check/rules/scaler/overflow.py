@@ -258,10 +258,14 @@ def _after_step(script: Script, function: Function, start: int, step: int) -> It
         return
     assigns = [n for n in inside if isinstance(n, ast.Assign) and start < n.lineno <= step]
     measured = {key_of(target) for n in assigns for target in n.targets} - {""}
+    copies = [
+        n for n in inside if isinstance(n, ast.Assign) and step < n.lineno <= end and _is_number_of(n.value, measured)
+    ]
+    measured |= {key_of(target) for n in copies for target in n.targets} - {""}
     changed = [
         n.lineno
         for n in inside
-        if isinstance(n, ast.Assign) and n.lineno > step and measured & set(map(key_of, n.targets))
+        if isinstance(n, ast.Assign) and n.lineno > step and n not in copies and measured & set(map(key_of, n.targets))
     ]
     reads = [e.node.lineno for e in script.events("get_scale") if isinstance(e.node, ast.expr)]
     for line, place in later:
@@ -271,6 +275,14 @@ def _after_step(script: Script, function: Function, start: int, step: int) -> It
         names = {n.id for test in tests for n in ast.walk(test) if isinstance(n, ast.Name)}
         if names & measured and not any(step < n <= line for n in (*reads, *changed)):
             yield line, place
+
+
+def _is_number_of(value: ast.expr, measured: set[str]) -> bool:
+    """Whether a value is one of some variables as a number: `float(norm)`, `norm.item()`."""
+    inner = value.func.value if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else value
+    if isinstance(inner, ast.Call) and key_of(inner.func) == "float" and len(inner.args) == 1:
+        inner = inner.args[0]
+    return inner is not value and key_of(inner) in measured
 
 
 def _function_at(script: Script, event: Event, depth: int) -> Function | None:

@@ -19,7 +19,6 @@ from halfstep.check.script.flow.divisions import (
     batch_sizes,
     bindings_before,
     computed_apart,
-    divided_by,
     divides_gradients,
     is_divided,
     is_nominal,
@@ -34,7 +33,7 @@ from halfstep.check.script.flow.divisions import (
 )
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision
+from halfstep.check.script.flow.order import STEPS, TraceRule, in_other_precision, loops_around
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import (
     ACCUMULATION,
@@ -48,6 +47,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.trainers import losses_without_count
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.divided_losses import divisions_of_loss
 from halfstep.check.script.scaling.weighted_losses import passed_to_loss, weighed_with_owner
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -356,6 +356,13 @@ def _loss_of(event: Event) -> ast.expr | None:
     return loss
 
 
+def _repeats(script: Script, event: Event) -> set[str]:
+    """The numbers of passes of the loops around a backward: `len(chunks)` of `for chunk in chunks`, `n` of `range(n)`."""
+    loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
+    sources = [s.args[0] if isinstance(s, ast.Call) and len(s.args) == 1 else s for s in (loop.iter for loop in loops)]
+    return {text for s in sources if (key := key_of(s)) for text in (key, f"len({key})")}
+
+
 class LossDividedTwice(TraceRule):
     """The loss is divided by the number of micro-batches twice."""
 
@@ -377,13 +384,10 @@ class LossDividedTwice(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward of a loss that was divided by the same number of micro-batches at least twice."""
         event = trace[index]
-        statement = script.statement(event.node)
-        if statement is None or not isinstance(event.node, ast.Call):
-            return None
-        before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
-        divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
-        lengths = sorted(d for d in divisors if ACCUMULATION.search(d))
-        twice = next((d for d in lengths if Divisions(d, before).of(event.node) > 1), "")
+        counts = divisions_of_loss(
+            script, event, lambda d: bool(ACCUMULATION.search(d)) or d in _repeats(script, event)
+        )
+        twice = next((d for d in sorted(counts) if counts[d] > 1), "")
         if not twice:
             return None
         return self.finding(

@@ -313,6 +313,9 @@ def _other_uses(script: Script, names: set[str], mine: list[_Use]) -> bool:
 _CHOOSES = regex(r"dtype|^_?((use|enable)_(amp|fp16|bf16|autocast)|(use_)?mixed_precision|amp_enabled)$", re.IGNORECASE)
 
 
+_APEX = ("scale_loss", "master_params", "initialize")  # functions of apex.amp
+
+
 class AmpNotImported(ScriptRule):
     """A name of torch.amp, or one that chooses a precision, is used and bound nowhere."""
 
@@ -342,18 +345,19 @@ class AmpNotImported(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/amp.html",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls of `GradScaler`, `autocast` and methods of `amp` in a file with imports that binds no such name."""
+        """Calls of `GradScaler`, `autocast` and functions of `amp` in a file with imports that binds no such name."""
         outline = script.outline
         if script.source.language == "notebook" or not any(
             i.full.split(".")[0] == "torch" for i in outline.names.imported
         ):
             return  # a cell may run another notebook, and a fragment shows no imports
-        for name in ("GradScaler", "autocast"):
+        for name in ("GradScaler", "autocast", *_APEX):
             for call, function in outline.calls.get(name, ()):
                 parts = chain(call.func)
-                if parts not in {(name,), ("amp", name)} or is_bound(script, parts[0], function):
+                if parts not in {(name,) * (name not in _APEX), ("amp", name)} or is_bound(script, parts[0], function):
                     continue
-                module = "from torch import amp" if parts[0] == "amp" else f"from torch.amp import {name}"
+                owner = "apex" if name in _APEX else "torch"
+                module = f"from {owner} import amp" if parts[0] == "amp" else f"from torch.amp import {name}"
                 yield self.finding(
                     script.where(call.func),
                     f"`{parts[0]}` is not imported in this file: NameError",

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.tensors import grad_of, joins_gradients
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES"]
@@ -78,12 +79,30 @@ class UnscaleBeforeReduction(ScriptRule):
 
 
 def _reductions(script: Script) -> Iterator[CallSite]:
-    """The calls that reduce gradients across ranks."""
+    """The calls that reduce gradients across ranks, also through a function of the file."""
+    direct = [
+        site for name in _COLLECTIVES for site in script.outline.calls.get(name, ()) if _is_of_gradients(script, site)
+    ]
+    yield from direct
+    reducing = {site.function for site in direct if not isinstance(site.function.node, ast.Module)}
+    names = {function.name for function in reducing}
     for name, sites in script.outline.calls.items():
         for site in sites:
-            values = [v for argument in site.call.args for v in (argument, *getattr(argument, "elts", ()))]
-            if (name in _COLLECTIVES and any(map(grad_of, values))) or (_REDUCES.match(name) and site.call.args):
+            if (_REDUCES.match(name) and site.call.args) or (
+                name in names and script.outline.call_target(site.call, site.function) in reducing
+            ):
                 yield site
+
+
+def _is_of_gradients(script: Script, site: CallSite) -> bool:
+    """Whether a collective is passed gradients, directly or in a variable with all of them: `flat = torch.cat([p.grad, ...])`."""
+    values = [v for argument in site.call.args[:2] for v in (argument, *getattr(argument, "elts", ()))]
+    if any(map(grad_of, values)):
+        return True
+    named = [v.id for v in values if isinstance(v, ast.Name)]
+    bound = [b for name in named for b in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+    bound = [b for b in bound if b.function is site.function and b.value is not None and b.index is None]
+    return any(joins_gradients(b.value) for b in bound if b.value is not None)
 
 
 RULES: tuple[type[Rule], ...] = (UnscaleBeforeReduction,)

@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, switched_off, without_amp
-from halfstep.check.script.flow.skipped import find_branch, find_skip, is_past, reads_gradients
+from halfstep.check.script.flow.skipped import find_branch, find_early_return, find_skip, is_past, reads_gradients
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, scaling_accelerator
 from halfstep.check.script.script import Script
@@ -190,7 +190,7 @@ def _owned_skip(script: Script, trace: Trace, index: int) -> _Skip | None:
             continue
         skip = _skip_after(script, start, uses, owner)
         # Before the scaler has looked for inf, only a test of the gradients keeps the scale as it is.
-        if skip is not None and (event.kind == "owned_clip" or reads_gradients(script, skip.test, event)):
+        if skip is not None and (event.kind == "owned_clip" or reads_gradients(script, skip.test)):
             return skip
     return None
 
@@ -268,7 +268,9 @@ class OverflowKeepsScale(TraceRule):
         depths = range(len(event.roots), -1, -1) if updates and all(e.kind != "handed" for e in uses) else ()
         skips = [(d, skip) for d in depths if (skip := find_skip(script, event, d)) is not None]
         past = [skip for d, skip in skips if all(is_past(script, e, event, d, skip) for e in uses)]
-        skip = next((skip for skip in past if reads_gradients(script, skip, event)), None)
+        skip = next((skip for skip in past if reads_gradients(script, skip)), None)
+        if skip is None and depths and (test := find_early_return(script, event, uses)) is not None:
+            skip = test if reads_gradients(script, test) else None
         if skip is None:
             return self._in_branch(script, event, uses, updates) if depths and not skips else None
         name = updates[0].local.scaler
@@ -297,7 +299,7 @@ class OverflowKeepsScale(TraceRule):
         """The finding for `if isfinite(norm):` around every use of the scaler after the backward."""
         depths = range(len(event.roots), -1, -1)
         branch = next((b for d in depths if (b := find_branch(script, event, d, uses)) is not None), None)
-        if branch is None or not reads_gradients(script, branch, event):
+        if branch is None or not reads_gradients(script, branch):
             return None
         name = updates[0].local.scaler
         return self.finding(

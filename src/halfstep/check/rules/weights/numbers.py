@@ -12,6 +12,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_test
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.support import behind_ampere_test, is_described
@@ -201,12 +202,20 @@ class NanTimesZero(ScriptRule):
                 continue
             for statement in test.body:
                 name = _zeroed(statement)
-                if name and _tested(test.test, name) and re.search("loss", name, re.IGNORECASE):
+                names = {name, *_numbers_of(script, test, name)}
+                if name and any(_tested(test.test, n) for n in names) and re.search("loss", name, re.IGNORECASE):
                     yield self.finding(
                         script.where(statement),
                         f"NaN * 0 is NaN: `{name}` is still not finite, and its backward gives NaN gradients",
                         instead="skip this micro-batch with `continue`, after clearing the gradients",
                     )
+
+
+def _numbers_of(script: Script, test: ast.If, name: str) -> set[str]:
+    """The variables right before a test that have a tensor's value as a number: `value = loss.item()`."""
+    block = next((b for b in blocks_of(script.outline.parents.get(test)) if test in b), [])
+    assigns = [s for s in block[: block.index(test)] if isinstance(s, ast.Assign)] if block else []
+    return {key_of(s.targets[0]) for s in assigns if text_of(s.value) in {f"{name}.item()", f"float({name})"}}
 
 
 def _zeroed(statement: ast.stmt) -> str:

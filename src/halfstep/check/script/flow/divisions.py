@@ -31,6 +31,7 @@ __all__ = [
     "computed_apart",
     "divided_by",
     "divides_gradients",
+    "divisor_of",
     "is_divided",
     "is_divided_by_value",
     "is_nominal",
@@ -75,6 +76,13 @@ def divided_by(node: ast.AST) -> list[str]:
     return divisors + [text_of(n.args[0]) for n in ast.walk(node) if isinstance(n, ast.Call) and _is_division(n)]
 
 
+def divisor_of(node: ast.AST) -> str | None:
+    """The divisor of `loss / n` or `loss.div(n)`; None for any other expression."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return text_of(node.right)
+    return text_of(node.args[0]) if isinstance(node, ast.Call) and _is_division(node) else None
+
+
 def _is_division(call: ast.Call) -> bool:
     """Whether a call is `loss.div(n)`."""
     return isinstance(call.func, ast.Attribute) and call.func.attr in _DIVIDES and len(call.args) == 1
@@ -85,6 +93,12 @@ class Assignment(NamedTuple):
 
     statement: ast.Assign | ast.AugAssign
     target: str
+
+    def binds(self, key: str) -> bool:
+        """Whether it assigns a variable, also as one of several: `loss, logits = step(batch)`."""
+        targets = self.statement.targets if isinstance(self.statement, ast.Assign) else []
+        parts = targets[0].elts if targets and isinstance(targets[0], ast.Tuple) else []
+        return self.target == key or any(key_of(part) == key for part in parts)
 
 
 class Divisions:

@@ -17,6 +17,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = [
     "find_branch",
+    "find_early_return",
     "find_skip",
     "is_past",
     "reads_gradients",
@@ -32,11 +33,12 @@ _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-def reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
+def reads_gradients(script: Script, test: ast.If) -> bool:
     """Whether a test is about inf in gradients, not about the loss: `p.grad`, a helper of the file, or a flag set from them."""
-    parts: list[ast.AST] = [test.test, *_values(script, test, event.function.node)]
+    function = _function_of(script, test)
+    parts: list[ast.AST] = [test.test, *_values(script, test, function.node)]
     calls = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
-    targets = [script.outline.call_target(call, event.function) for call in calls]
+    targets = [script.outline.call_target(call, function) for call in calls]
     names = [name for part in (*parts, *(t.node for t in targets if t is not None)) for name in _names(part)]
     is_loss = any("loss" in name.lower() for name in _names(test.test))
     is_gradient = any("grad" in name.lower() or "total_norm" in name.lower() for name in names)
@@ -65,23 +67,49 @@ def find_skip(script: Script, event: Event, depth: int, *, is_any: bool = False)
     """
     start = node = _place(script, event, depth)
     above = list(script.above(start))
-    in_loop = any(isinstance(parent, _LOOPS) for parent in above)
-    is_certain = in_loop or _is_repeated(script, event, depth, above[-1] if above else None)
-    if not is_certain and depth:
-        return None
-    leave = ast.Continue if in_loop else ast.Return
-    for parent in above:
+    for i, parent in enumerate(above):
         if isinstance(parent, (ast.Try, ast.TryStar)) and parent.finalbody:
             return None  # `finally` runs after `return` too
+        in_loop = any(isinstance(outer, _LOOPS) for outer in above[i:])
+        is_certain = in_loop or _is_repeated(script, event, depth, above[-1])
+        if not is_certain and depth:
+            return None
         block = next((b for b in blocks_of(parent) if node in b), [])
         rest = block[block.index(node) + (node is not start) :] if block else []
+        leave = ast.Continue if in_loop else ast.Return
         tests = [test for s in rest if isinstance(s, ast.If) for test in _leaving(script, s, leave, event)]
         for test in tests[:MAX_TESTS]:
             if _is_skip(script, test, event, above[-1], is_any=is_any and in_loop):
                 return test if is_certain or _is_continued(script, event, depth, test.body) else None
-        if isinstance(parent, _LOOPS) or not isinstance(parent, ast.stmt):
+        if not isinstance(parent, ast.stmt):
             return None
-        node = parent
+        node = parent  # also a loop over micro-batches or optimizers, in an iteration of the loop around it
+    return None
+
+
+def find_early_return(script: Script, event: Event, uses: list[Event]) -> ast.If | None:
+    """The test of the gradients by which a function returns before all uses of the scaler; the caller continues with the next batch.
+
+    The function is called after the event, `self.optimizer_step()`, and returns nothing by which the caller could leave its loop.
+    """
+    first = uses[0]
+    same = next((i for i, pair in enumerate(zip(event.roots, first.roots, strict=False)) if pair[0] is not pair[1]), -1)
+    same = min(len(event.roots), len(first.roots)) if same < 0 else same
+    for depth in range(len(first.roots), same, -1):
+        if _stops(script, _place(script, first, depth - 1)):
+            return None
+        node = _place(script, first, depth)
+        above = list(script.above(node))
+        for parent in above:
+            block = next((b for b in blocks_of(parent) if node in b), [])
+            before = block[: block.index(node)] if block else []
+            tests = [t for s in before if isinstance(s, ast.If) for t in _leaving(script, s, ast.Return, event)]
+            for test in tests[:MAX_TESTS]:
+                if _is_skip(script, test, event, above[-1], is_any=False):
+                    return test if all(is_past(script, e, first, depth, test) for e in uses) else None
+            if not isinstance(parent, ast.stmt):
+                return None
+            node = parent
     return None
 
 

@@ -127,7 +127,8 @@ def shows_all_uses(script: Script, trace: Trace, step: Event) -> bool:
         return False  # by a function that may be called here, rather than in a loop of its own
     scaled_loops = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
     is_entire = bool(step.loops) and step.loops[:1] in scaled_loops
-    is_attribute = "." in step.scaler  # whoever calls a method for each batch may update it: `trainer.scaler.update()`
+    # Whoever calls a method for each batch may update it, `trainer.scaler.update()`, unless it is private.
+    is_attribute = "." in step.scaler and not (step.scaler.startswith("self._") and scaled_loops)
     return is_entire or (not updates and not is_attribute and bool(script.scalers_named(step.scaler)))
 
 

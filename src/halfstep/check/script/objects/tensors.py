@@ -10,7 +10,7 @@ from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats, formats_of, keyword_of
 from halfstep.check.script.objects.parameters import is_model_name, may_freeze
 from halfstep.check.script.objects.values import argument, constant
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite
 
@@ -21,6 +21,7 @@ __all__ = [
     "dtype_of_weight",
     "grad_of",
     "is_gradient",
+    "joins_gradients",
     "low_layer",
     "reads_gradients",
     "tensor_of",
@@ -46,6 +47,8 @@ SHOWS_GRADIENTS = regex(
 )
 _HISTOGRAMS = {"add_histogram", "Histogram", "histogram"}  # of TensorBoard and W&B
 _PARAMETERS = {"parameters", "named_parameters"}
+_JOINS = {"cat", "concat", "hstack", "stack", "_flatten_dense_tensors", "list", "tuple"}  # tensors into one, or a list
+_SHAPES = {"view", "flatten", "reshape", "ravel", "contiguous", "detach", "float"}
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -69,11 +72,23 @@ def grad_of(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
+def joins_gradients(value: ast.expr) -> bool:
+    """Whether a value has all gradients: a list of `p.grad`, or the tensor `torch.cat([p.grad.flatten() for p in params])`."""
+    if isinstance(value, ast.Call) and last_name(key_of(value.func)) in _JOINS and value.args:
+        value = value.args[0]
+    if not isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+        return False
+    element = value.elt
+    while isinstance(element, ast.Call) and isinstance(element.func, ast.Attribute) and element.func.attr in _SHAPES:
+        element = element.func.value
+    return grad_of(element)
+
+
 def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     """Whether an expression is a gradient, also through a variable: `g = p.grad.detach()`, `for g in grads`."""
     inner = tensor_of(node)
     if not isinstance(inner, ast.Name):
-        return grad_of(inner)
+        return grad_of(inner) or (isinstance(inner, ast.Call) and joins_gradients(inner))
     bindings = [b for b in outline.lookup(inner.id, function) if b.function is function]
     if not bindings:
         return any(_are_gradients(outline, source, function) for source in _sources_around(outline, inner))
@@ -82,7 +97,11 @@ def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     arms = [
         arm for value in values for arm in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
     ]
-    known = [grad_of(arm) for arm in arms if not (isinstance(arm, ast.Constant) and arm.value is None)]
+    known = [
+        grad_of(arm) or (isinstance(arm, ast.Call) and joins_gradients(arm))
+        for arm in arms
+        if not (isinstance(arm, ast.Constant) and arm.value is None)
+    ]
     known += [_are_gradients(outline, loop.iter, function) for loop in loops if isinstance(loop.target, ast.Name)]
     return bool(known) and all(known) and len(values) + len(loops) == len(bindings)
 

@@ -22,6 +22,9 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 __all__ = ["raising", "tests_norm"]
 
 _NOT_FINITE = regex(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
+# `norm == float("inf")`, `not (norm < math.inf)`, `norm != norm`.
+_INFINITY = r"(float\(['\"]\+?inf|(math|np|numpy|torch)\.inf\b)"
+_COMPARED = regex(rf"[<>=]=? {_INFINITY}|\b([\w.]+) != \3(?![\w.(])")
 _GRADIENT = regex(r"grad|norm", re.IGNORECASE)
 _LOSS = regex(r"loss", re.IGNORECASE)
 # A limit on how many in a row are accepted, or a test of the scale itself.
@@ -43,16 +46,25 @@ def raising(script: Script, function: Function) -> Iterator[tuple[int, ast.AST]]
         target = script.outline.call_target(node, function) if isinstance(node, ast.Call) else None
         if target is not None and target is not function and target not in unscaling:
             yield from ((getattr(node, "lineno", 0), inner) for inner in _raising_in(script, target))
-            if isinstance(node, ast.Call) and _raises_for(node, target) and not _is_caught(script, node):
+            if (
+                isinstance(node, ast.Call)
+                and _raises_for(script, node, target, function)
+                and not _is_caught(script, node)
+            ):
                 yield node.lineno, node
 
 
-def _raises_for(call: ast.Call, target: Function) -> bool:
+def _raises_for(script: Script, call: ast.Call, target: Function, function: Function) -> bool:
     """Whether a function raises for an argument that is not finite, and a call passes gradients or their norm for it."""
     offset = target.method and target.params[:1] in {("self",), ("cls",)}
     for name in _required_finite(target):
-        text = text_of(argument(call, target.params.index(name) - offset, name))
-        if _GRADIENT.search(text) and not _LOSS.search(text) and not _LENIENT.search(text):
+        value = argument(call, target.params.index(name) - offset, name)
+        texts = [text_of(value)]
+        if isinstance(value, ast.Name):
+            texts += map(
+                text_of, _values_of(script, [value.id], value, function)[-1:]
+            )  # `total = clip_grad_norm_(...)`
+        if any(map(_GRADIENT.search, texts)) and not any(map(_LOSS.search, texts)) and not _LENIENT.search(texts[0]):
             return True
     return False
 
@@ -63,7 +75,7 @@ def _required_finite(function: Function) -> tuple[str, ...]:
     names: set[str] = set()
     for test in (n for n in ast.walk(function.node) if isinstance(n, (ast.If, ast.Assert))):
         raises = isinstance(test, ast.Assert) or any(map(_ends_run, test.body))
-        if raises and _NOT_FINITE.search(text_of(test.test)) and not _LENIENT.search(text_of(test.test)):
+        if raises and _is_of_finite(test.test) and not _LENIENT.search(text_of(test.test)):
             names |= _names_in(test.test) & set(function.params)
     return tuple(sorted(names))
 
@@ -137,7 +149,7 @@ def _tests_gradients(script: Script, test: ast.expr, function: Function) -> bool
         return False
     values = _values_of(script, names, test, function)
     texts = [text, *map(text_of, values)]
-    if any(_NOT_FINITE.search(t) for t in texts) and any(_GRADIENT.search(t) for t in texts):
+    if (_is_of_finite(test) or any(_NOT_FINITE.search(t) for t in texts)) and any(_GRADIENT.search(t) for t in texts):
         return True
     if _is_set_for_gradients(script, names, test, function):
         return True
@@ -147,6 +159,12 @@ def _tests_gradients(script: Script, test: ast.expr, function: Function) -> bool
     return any(
         _GRADIENT.search(text_of(t)) and not _LOSS.search(text_of(t)) and not _LENIENT.search(text_of(t)) for t in tests
     )
+
+
+def _is_of_finite(test: ast.expr) -> bool:
+    """Whether a test is whether something is inf or NaN, by a function or by a comparison."""
+    text = text_of(test)
+    return bool(_NOT_FINITE.search(text) or _COMPARED.search(text))
 
 
 def _names_in(node: ast.AST) -> set[str]:
