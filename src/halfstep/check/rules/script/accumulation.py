@@ -259,6 +259,10 @@ class LossNotDivided(TraceRule):
             return False
         if in_no_grad(script, node):
             return bool(_LOSS.search(ast.unparse(statement)))
+        value = node.left if isinstance(node, ast.BinOp) else node.target
+        if list(script.above(statement))[-1:] == [event.function.node] and _is_total(script, text_of(value), event):
+            # `return total_loss / n` of the function that runs backward on another variable
+            return text_of(value) not in self._behind(script, event, rounds=6)
         total, is_quotient = updated_by(statement)
         if is_quotient and list(script.above(statement))[-1:] != [event.function.node]:
             return False
