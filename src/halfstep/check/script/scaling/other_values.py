@@ -95,8 +95,9 @@ def enabled_by_value(script: Script, scaler: Scaler) -> tuple[str, str] | None:
             continue
         known = strings_of(script.outline, test.left, scaler.function)
         is_setting = isinstance(test.left, (ast.Attribute, ast.Subscript)) and UNKNOWN in known
-        if isinstance(Constants(script.outline).literal(test.left, scaler.function), ast.Constant):
-            continue  # one value, by which the dtype of the region may be looked up
+        literal = Constants(script.outline).literal(test.left, scaler.function)
+        if isinstance(literal, ast.Constant) and literal.value != value:
+            continue  # it has one value, by which the dtype of the region may be looked up
         if (known & _HALF or is_setting) and not is_excluded(script.outline, test.left, [str(value)], nodes):
             return key, str(value)
     return None
