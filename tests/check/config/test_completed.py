@@ -59,3 +59,18 @@ def test_the_configurations_of_trl_have_the_default_limit_of_the_norm(limit, is_
         "args = DPOConfig(output_dir='out', bf16=True, deepspeed=DS)\ntrainer = DPOTrainer(model=model, args=args)\n"
     )
     assert ("HS298" in reported(text)) is is_reported
+
+
+@pytest.mark.parametrize(
+    ("wrap", "is_reported"),
+    [("model = wrap(model)", True), ("engine = wrap(model)", False), ("if big:\n        model = wrap(model)", False)],
+)
+def test_an_engine_that_a_helper_returns_is_passed_to_a_trainer(wrap, is_reported):
+    """`model = wrap(model)` makes an engine of the model in every run; under a condition it may not."""
+    text = (
+        "import deepspeed\nfrom transformers import Trainer\n"
+        "DS = {'train_batch_size': 8, 'zero_optimization': {'stage': 1}, 'bf16': {'enabled': True}}\n"
+        "def wrap(model):\n    engine, *_ = deepspeed.initialize(model=model, config=DS)\n    return engine\n"
+        f"def main(model, args, big):\n    {wrap}\n    Trainer(model=model, args=args).train()\n"
+    )
+    assert ("HS220" in reported(text)) is is_reported

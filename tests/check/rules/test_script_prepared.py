@@ -164,3 +164,104 @@ def test_a_sum_that_is_returned_for_the_log_divides_no_loss():
     """`return total_loss / n` of numbers leaves the gradients of the window as they are."""
     assert "HS180" in reported(WINDOW.format(backward="loss.backward()"))
     assert "HS180" not in reported(WINDOW.format(backward="(loss / accum).backward()"))
+
+
+PASSED = """\
+import torch
+from accelerate import Accelerator
+
+def train(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, {first}loader = accelerator.prepare(model, {first}loader)
+    for x, y in loader:
+        accelerator.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+def main(model, loader):
+    opt = torch.optim.AdamW(model.parameters())
+    train(model, opt, loader)
+"""
+
+
+def test_an_optimizer_is_prepared_under_the_name_that_the_function_gives_it():
+    """`opt` of the caller is `optimizer` of the function that prepares and steps it."""
+    assert "HS198" not in reported(PASSED.format(first="optimizer, "))
+    assert "HS198" in reported(PASSED.format(first=""))
+
+
+GROUP = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+optimizers = {{"a": torch.optim.AdamW(a.parameters()), "b": torch.optim.AdamW(b.parameters())}}
+a, b, loader = accelerator.prepare(a, b, loader)
+{prepare}
+for x, y in loader:
+    accelerator.backward(loss_fn(b(a(x)), y))
+    {step}
+"""
+EACH = "for name, optimizer in optimizers.items():\n        optimizer.step()\n        optimizer.zero_grad()"
+
+
+def test_optimizers_of_a_dictionary_that_nothing_prepares():
+    """Neither an entry nor what a loop takes from the dictionary is unscaled, unless something prepares or receives it."""
+    assert "HS198" in reported(GROUP.format(prepare="", step="optimizers['a'].step()"))
+    assert "HS198" in reported(GROUP.format(prepare="", step=EACH))
+    own = "optimizers = {k: accelerator.prepare(o) for k, o in optimizers.items()}"
+    for prepare in (
+        own,
+        "for k in optimizers:\n    optimizers[k] = accelerator.prepare(optimizers[k])",
+        "f(optimizers)",
+    ):
+        assert "HS198" not in reported(GROUP.format(prepare=prepare, step=EACH))
+
+
+SHARDED = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+model = FSDP(Net())
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = ShardedGradScaler()
+for x, y in loader:
+    scaler.scale(model(x, y).mean()).backward()
+    scaler.unscale_(optimizer)
+    {clip}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_unscaled_gradients_of_fsdp_are_still_sharded():
+    """torch's clipping uses the norm of one shard, also after `unscale_`."""
+    assert "HS186" in reported(SHARDED.format(clip="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"))
+    assert "HS186" not in reported(SHARDED.format(clip="model.clip_grad_norm_(1.0)"))
+
+
+LISTED_LOSSES = """\
+import torch
+
+def run(model, loader, accum, steps):
+    optimizer = torch.optim.AdamW(model.parameters())
+    it = iter(loader)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = []
+        for micro in range(accum):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(next(it))
+            {backward}
+            losses.append(loss.item())
+        optimizer.step()
+        print(step, sum(losses) / accum)
+"""
+
+
+def test_the_mean_of_a_list_for_the_log_divides_no_loss():
+    """`sum(losses) / n` of numbers leaves the gradients of the window as they are."""
+    assert "HS180" in reported(LISTED_LOSSES.format(backward="loss.backward()"))
+    assert "HS180" not in reported(LISTED_LOSSES.format(backward="(loss / accum).backward()"))

@@ -63,8 +63,9 @@ class Assignments:
     def _updates(self, statement: ast.stmt) -> list[ast.Assign]:
         """The assignments that `config.update({"fp16": {...}})` makes, with the places of its keys and values."""
         call = statement.value if isinstance(statement, ast.Expr) else None
-        func = call.func if isinstance(call, ast.Call) else None
-        if call is None or not isinstance(func, ast.Attribute) or func.attr != "update" or len(call.args) > 1:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return []
+        if call.func.attr != "update" or len(call.args) > 1:
             return []
         option = call.args[0] if call.args else ast.Dict([], [])
         if not isinstance(option, ast.Dict):
@@ -77,7 +78,7 @@ class Assignments:
         for key, value in pairs:
             if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
                 return []
-            target = ast.copy_location(ast.Subscript(func.value, key, ast.Store()), key)
+            target = ast.copy_location(ast.Subscript(call.func.value, key, ast.Store()), key)
             assigns.append(ast.copy_location(ast.Assign([target], value), value))
         return assigns
 

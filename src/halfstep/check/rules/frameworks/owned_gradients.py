@@ -168,10 +168,10 @@ class ClipBehindFramework(TraceRule):
         call = event.node
         if not isinstance(call, ast.Call) or constant(argument(call, 1, "max_norm")) is None:
             return None
-        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
-            return None
         is_torch = script.outline.names.full(call.func).startswith("torch.nn.utils.")
         owner = loop_class(script, event.function.cls) if event.function.cls else None
+        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
+            return self._on_shards(script, trace, index) if is_torch and owner is None else None
         if owner is not None and owner.base == "manual":
             return self._in_manual(script, trace, index, owner.precision, is_torch=is_torch)
         is_own = owner is None or (

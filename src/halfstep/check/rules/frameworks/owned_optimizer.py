@@ -18,7 +18,7 @@ from halfstep.check.script.objects.engines import (
     scaling_accelerator,
 )
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.owners import created_here, list_of, prepared_if
+from halfstep.check.script.objects.owners import created_here, list_of, members_of, prepared_if
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.prepared import prepared_for, prepared_in, stays_in
 from halfstep.check.script.script import Script
@@ -134,8 +134,17 @@ class OptimizerNotPrepared(TraceRule):
         decided = prepared.is_complete and (
             near.names or engine.precision == "fp16" or _is_local(script, event, engine)
         )
-        if not decided or last_name(event.optimizer) in prepared.names:
+        names = {last_name(event.optimizer), last_name(event.local.optimizer)}
+        if not decided or names & prepared.names:
             return None
+        group, members = members_of(script, event)
+        if group and last_name(group) not in near.names and all(_is_unprepared(script, m, engine) for m in members):
+            cause = f"nothing prepares the optimizers of `{group}`"
+            return (
+                self._report(script, event, engine, cause, f"pass each of them to `{engine.key}.prepare`")
+                if members
+                else None
+            )
         values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
         if not values or not all(_is_unprepared(script, value, engine) for value in values):
             return None
