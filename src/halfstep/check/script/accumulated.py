@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import MAX_BINDINGS
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
 __all__ = ["STEPS", "is_entry", "is_length_of_loop", "is_total", "same_steps", "steps_name"]
 
@@ -46,8 +47,13 @@ def is_total(script: Script, node: ast.expr, event: Event) -> bool:
     if bound:
         return all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
     is_sum = isinstance(node, ast.Call) and last_name(text_of(node.func)) in _SUMS and len(node.args) == 1
-    key = key_of(node.args[0]) if isinstance(node, ast.Call) and is_sum else ""
-    sites = (call for call, function in outline.calls.get("append", ()) if key and function is event.function)
+    return isinstance(node, ast.Call) and is_sum and _has_numbers(script, key_of(node.args[0]), event.function)
+
+
+@lru_cache(maxsize=64)
+def _has_numbers(script: Script, key: str, function: Function) -> bool:
+    """Whether a function appends numbers to a list, and nothing else."""
+    sites = [site.call for site in script.outline.calls.get("append", ()) if key and site.function is function]
     added = [call.args[0] for call in sites if text_of(call.func) == f"{key}.append" and call.args]
     return bool(added) and all(_NUMBER.search(text_of(value)) for value in added)
 

@@ -138,13 +138,9 @@ class OptimizerNotPrepared(TraceRule):
         if not decided or names & prepared.names:
             return None
         group, members = members_of(script, event)
-        if group and last_name(group) not in near.names and all(_is_unprepared(script, m, engine) for m in members):
+        if members and last_name(group) not in near.names and all(_is_unprepared(script, m, engine) for m in members):
             cause = f"nothing prepares the optimizers of `{group}`"
-            return (
-                self._report(script, event, engine, cause, f"pass each of them to `{engine.key}.prepare`")
-                if members
-                else None
-            )
+            return self._report(script, event, engine, cause, f"pass each of them to `{engine.key}.prepare`")
         values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
         if not values or not all(_is_unprepared(script, value, engine) for value in values):
             return None

@@ -322,6 +322,7 @@ def lightning_methods(script: Script) -> Iterator[Function]:
             yield from methods.values()
 
 
+@lru_cache(maxsize=16)
 def callback_precision(script: Script, name: str) -> str:
     """The precision of the Trainers that run a callback of Lightning, "?" where another file or an option decides; "" for another class."""
     bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]

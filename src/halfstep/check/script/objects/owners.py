@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
@@ -148,20 +149,23 @@ def list_of(script: Script, event: Event) -> str:
 
 def members_of(script: Script, event: Event) -> tuple[str, list[ast.expr]]:
     """The list or dictionary from which a step takes its optimizer, with what it contains, if only loops of the file get it."""
-    outline = script.outline
     key = _collection_of(script, event)
-    bound = outline.lookup(key, event.function) if key else []
+    return (key, _members(script, key, event.function)) if key else ("", [])
+
+
+@lru_cache(maxsize=64)
+def _members(script: Script, key: str, function: Function) -> list[ast.expr]:
+    outline = script.outline
+    bound = outline.lookup(key, function)
     if len(bound) != 1 or bound[0].index is not None or any(name.startswith(f"{key}[") for name in outline.bindings):
-        return "", []
-    value = bound[0].value
-    members = (
-        [value.elt] if isinstance(value, ast.ListComp) else [value.value] if isinstance(value, ast.DictComp) else []
-    )
-    members = value.elts if isinstance(value, ast.List) else value.values if isinstance(value, ast.Dict) else members
+        return []
     others = (site.call for name, sites in outline.calls.items() if name not in _LOOPS for site in sites)
     if any(key_of(part) == key for call in others for part in arguments_of(call)):
-        return "", []
-    return key, members
+        return []
+    value = bound[0].value
+    if isinstance(value, (ast.ListComp, ast.DictComp)):
+        return [value.elt if isinstance(value, ast.ListComp) else value.value]
+    return value.elts if isinstance(value, ast.List) else value.values if isinstance(value, ast.Dict) else []
 
 
 def _collection_of(script: Script, event: Event) -> str:

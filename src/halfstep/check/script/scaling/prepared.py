@@ -86,6 +86,7 @@ def _returns(function: Function, names: frozenset[str]) -> bool:
     return any(last_name(key_of(part)) in names for value in returned for part in ast.walk(value))
 
 
+@lru_cache(maxsize=64)
 def stays_in(script: Script, key: str, function: Function) -> bool:
     """Whether a variable is created in a function and leaves it for schedulers only, so that nothing elsewhere prepares it."""
     own = script.outline.by_function(key).get(function.node, ()) if key.isidentifier() else ()
