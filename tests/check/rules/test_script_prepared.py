@@ -265,3 +265,36 @@ def test_the_mean_of_a_list_for_the_log_divides_no_loss():
     """`sum(losses) / n` of numbers leaves the gradients of the window as they are."""
     assert "HS180" in reported(LISTED_LOSSES.format(backward="loss.backward()"))
     assert "HS180" not in reported(LISTED_LOSSES.format(backward="(loss / accum).backward()"))
+
+
+COMPARED = """\
+import torch
+from accelerate import Accelerator
+
+def plain(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loader:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def compare(model, loader, cfg):
+    plain(model, loader)
+    accelerator = Accelerator(mixed_precision=cfg.precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+def main(model, loader, cfg):
+    compare(model, loader, cfg)
+    compare(model, loader, cfg)
+"""
+
+
+def test_a_loop_without_the_engine_steps_its_own_gradients():
+    """The optimizer of a plain loop needs no engine, also after a loop that has one."""
+    assert "HS198" not in reported(COMPARED)

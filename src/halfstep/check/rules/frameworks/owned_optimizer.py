@@ -106,10 +106,11 @@ class OptimizerNotPrepared(TraceRule):
         owner = loop_class(script, event.function.cls) if event.function.cls else None
         if owner is not None:
             return self._in_module(script, trace, index, owner.precision) if owner.base == "manual" else None
-        engine = next(
-            (engine_at(script, trace[i].subject, trace[i].function) for i in earlier(trace, index, "owned_backward")),
-            None,
-        )
+        # A loop without the engine may come after one with it: the gradients are those of the last backward.
+        last = next(earlier(trace, index, "owned_backward", "backward"), None)
+        if last is None or trace[last].kind == "backward":
+            return None
+        engine = engine_at(script, trace[last].subject, trace[last].function)
         if engine is None or not engine.is_created or engine.precision not in {"fp16", "?"} or engine.plugin:
             return None
         if not event.roots and event.optimizer in event.function.params:
