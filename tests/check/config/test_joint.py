@@ -92,8 +92,8 @@ def test_the_trainer_is_compared_with_its_file(write):
 
 
 def test_trl_defaults_are_not_guessed(write):
-    """Configurations of other libraries have other defaults, so only what is written counts."""
-    path = write("ds.json", FP16 | {"gradient_clipping": 0.5})
+    """Configurations of other libraries have other learning rates and formats, so only what is written counts for these."""
+    path = write("ds.json", FP16 | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
     assert check("from trl import SFTConfig\nargs = SFTConfig(deepspeed='ds.json')\n", path) == []
     (finding,) = check("from trl import SFTConfig\nargs = SFTConfig(fp16=False, deepspeed='ds.json')\n", path)
     assert finding.code == "HS298"

@@ -53,7 +53,7 @@ def test_dict_calls_and_constants_are_read():
         "for stage in (1, 2):\n    conf = {'zero_optimization': {'stage': stage}}\n",
         "conf = {'zero_optimization': {'stage': 2 if big else 1}, 'fp16': {'enabled': True if half else False}}\n",
         "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization']['stage'] = args.stage\n",
-        "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization'].update(stage=3)\n",
+        "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization'].update(stage=args.stage)\n",
         "conf = {'zero_optimization': {**base}}\n",
     ],
 )

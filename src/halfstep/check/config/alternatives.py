@@ -159,8 +159,28 @@ class Alternatives:
             for value in self._bound(node):
                 yield from self.of(value, depth + 1)
         elif isinstance(node, ast.Subscript):
-            for value in self.items.get(key_of(node), ()):
+            for value in self.items.get(key_of(node), ()) or self._entries_of(node):
                 yield from self.of(value, depth + 1)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            for value in self._returned(node.func.id):
+                yield from self.of(value, depth + 1)
+
+    def _entries_of(self, node: ast.Subscript) -> list[ast.expr]:
+        """The entries of a table of the script, `TABLE[mode]`, of which any may be chosen: all have a string as their value."""
+        key = key_of(node.value)
+        tables = [value for name, value in self.values.get(key.rpartition(".")[2], ()) if name == key]
+        table = node.value if isinstance(node.value, ast.Dict) else tables[0] if len(tables) == 1 else None
+        if not isinstance(table, ast.Dict) or isinstance(node.slice, ast.Constant):
+            return []
+        is_text = all(isinstance(v, ast.Constant) and isinstance(v.value, str) for v in table.values)
+        return table.values if is_text else []
+
+    def _returned(self, name: str) -> Iterator[ast.expr]:
+        """What a function of the script returns, if it is the only one of its name."""
+        named = [f for f in self.functions if f.name == name]
+        for node in ast.walk(named[0]) if len(named) == 1 else ():
+            if isinstance(node, ast.Return) and isinstance(node.value, (ast.Constant, ast.IfExp)):
+                yield node.value
 
     def _bound(self, node: ast.Name | ast.Attribute) -> Iterator[ast.expr]:
         """The values of a variable, a parameter's default, an option's or a field's."""

@@ -52,12 +52,35 @@ class Assignments:
             tops[id(statements[0])] = chain  # elif
         assigns: dict[str, list[ast.Assign]] = {}
         for statement in statements:
-            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                name, path = subscript(statement.targets[0])
-                if name and path:
-                    assigns.setdefault(name, []).append(statement)
+            made = [statement] if isinstance(statement, ast.Assign) else self._updates(statement)
+            for assign in made:
+                name, path = subscript(assign.targets[0])
+                if len(assign.targets) == 1 and name and path:
+                    assigns.setdefault(name, []).append(assign)
         for name, group in assigns.items():
             self.groups.setdefault(name, []).append(_Group(statements, tuple(group), chain))
+
+    def _updates(self, statement: ast.stmt) -> list[ast.Assign]:
+        """The assignments that `config.update({"fp16": {...}})` makes, with the places of its keys and values."""
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return []
+        if call.func.attr != "update" or len(call.args) > 1:
+            return []
+        option = call.args[0] if call.args else ast.Dict([], [])
+        if not isinstance(option, ast.Dict):
+            return []  # its keys are unknown, as `changes` has them
+        pairs = [(k, v) for k, v in zip(option.keys, option.values, strict=True)]
+        pairs += [
+            (ast.copy_location(ast.Constant(k.arg), k), k.value) if k.arg else (None, k.value) for k in call.keywords
+        ]
+        assigns = []
+        for key, value in pairs:
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                return []
+            target = ast.copy_location(ast.Subscript(call.func.value, key, ast.Store()), key)
+            assigns.append(ast.copy_location(ast.Assign([target], value), value))
+        return assigns
 
     def versions(self, root: Block, name: str, binding: ast.AST) -> Iterator[Block]:
         """A dictionary with the keys that are always set later, then one for each branch that sets more of them.

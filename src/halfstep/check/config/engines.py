@@ -63,6 +63,15 @@ class Engines:
             scope = self.parents.get(scope)
         return keys | (self.keys.get(None, set()) - hidden)
 
+    def is_made(self, node: ast.expr) -> bool:
+        """Whether a variable is an engine that its function makes of it in every run: `model = wrap(model)`."""
+        key, scope = key_of(node), self.scope(node)
+        if key not in self.visible(node):
+            return False
+        assigned = [n for n in self.nodes if isinstance(n, ast.Assign) and self.scope(n) is scope]
+        bound = [n for n in assigned if key in {key_of(t) for t in n.targets} and n.lineno < node.lineno]
+        return len(bound) == 1 and isinstance(self.parents.get(bound[0]), ast.FunctionDef | ast.Module)
+
     def bare_backwards(self) -> Iterator[tuple[ast.Call, str]]:
         """The calls of `loss.backward()` in functions that run an engine and step, each with that engine.
 

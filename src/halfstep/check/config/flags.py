@@ -41,6 +41,10 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
         if not all(key in passed for key in pair) or all(isinstance(passed[key], ast.Constant) for key in pair):
             continue
         flags = _Flags(call, nodes, names)
+        if all(flags.is_on(passed[key]) for key in pair) and not any(
+            flags.relates(passed[key], other) for key, other in (pair, pair[::-1])
+        ):
+            facts |= {on_by_itself(key) for key in pair}
         for first, second in (pair, pair[::-1]):
             if flags.is_offered(passed[first]) and flags.is_on(passed[second]):
                 facts |= {offered(first), on_by_itself(second)} if not flags.relates(passed[first], second) else set()

@@ -10,7 +10,7 @@ from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Names, chain
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 
-__all__ = ["Literals", "literals_of", "subscript"]
+__all__ = ["Literals", "copied_name", "literals_of", "subscript"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
 _MAX_DEPTH = 50
@@ -107,9 +107,11 @@ class Literals:
         return self.variables.get(id(node), "")
 
     def is_block(self, node: ast.AST) -> bool:
-        """Whether an expression is a dictionary written out: `{...}` or `dict(...)`."""
+        """Whether an expression is a dictionary written out: `{...}`, `dict(...)`, or a copy of the variable of one."""
         if isinstance(node, ast.Dict):
             return True
+        if (source := copied_name(node)) is not None:
+            return source.id in self.all_blocks
         is_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
         return is_dict and bool(getattr(node, "keywords", ()))
 
@@ -133,12 +135,22 @@ class Literals:
         if isinstance(node, ast.Dict):
             return self._dictionary(node, span, depth)
         if isinstance(node, ast.Call) and self.is_block(node):
-            return self.call(node, depth=depth)
+            return self._copy(node, depth) or self.call(node, depth=depth)
         if isinstance(node, (ast.List, ast.Tuple)):
             return Items(span, tuple(self.node(item, depth + 1) for item in node.elts))
         if isinstance(node, ast.Name) and (block := self._named_block(node, depth)) is not None:
             return block
         return Scalar(span, self._scalar(node), self.text[span.start : span.end])
+
+    def _copy(self, call: ast.Call, depth: int) -> Block | None:
+        """The dictionary that `copy.deepcopy(base)` or `dict(base, stage=2)` creates."""
+        source = copied_name(call)
+        base = self._named_block(source, depth) if source is not None else None
+        if base is None:
+            return None if source is None else Block(self.span(call), (), open=True)
+        own = self.call(call, depth=depth)
+        keys = set(own.keys())
+        return replace(base, entries=(*(e for e in base.entries if e.key not in keys), *own.entries))
 
     def _named_block(self, node: ast.Name, depth: int) -> Block | None:
         """The dictionary of a variable; the keys that the script sets in it later are unknown."""
@@ -172,17 +184,23 @@ class Literals:
         return next((f for f in reversed(self.functions) if f[0] <= line <= f[1]), (1, 1 << 30))
 
     def _dictionary(self, node: ast.Dict, span: Span, depth: int) -> Block:
-        entries: dict[str, Entry] = {}
+        entries: list[Entry] = []
+        merged: set[str] = set()  # keys of another dictionary, which a key of this one replaces
         is_open = False
         for key, value in zip(node.keys, node.values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                entries[key.value] = Entry(key.value, self.span(key), self.node(value, depth + 1))
+                if key.value in merged:
+                    entries = [e for e in entries if e.key != key.value]
+                merged.discard(key.value)
+                entries.append(Entry(key.value, self.span(key), self.node(value, depth + 1)))
             elif key is None and isinstance(base := self.node(value, depth + 1), Block):  # `{**base, "stage": 2}`
-                entries |= {entry.key: entry for entry in base.entries}
+                keys = set(base.keys())
+                entries = [*(e for e in entries if e.key not in keys), *base.entries]
+                merged |= keys
                 is_open = is_open or base.open
             else:
                 is_open = True
-        return Block(span, tuple(entries.values()), open=is_open)
+        return Block(span, tuple(entries), open=is_open)
 
     def call(self, call: ast.Call, depth: int = 0) -> Block:
         """The keyword arguments of a call as a block; open if `**` adds more."""
@@ -256,6 +274,17 @@ def literals_of(tree: ast.Module, text: str, names: Names) -> Literals:
     if not _last or _last[0][0] is not tree:
         _last[:] = [(tree, Literals(all_nodes(tree), text, names))]
     return _last[0][1]
+
+
+def copied_name(node: ast.AST) -> ast.Name | None:
+    """The variable that `copy.deepcopy(base)`, `base.copy()` or `dict(base)` copies."""
+    if not isinstance(node, ast.Call):
+        return None
+    last = "".join(chain(node.func)[-1:])
+    source: ast.expr | None = node.args[0] if last in {"deepcopy", "dict"} and len(node.args) == 1 else None
+    if last == "copy" and isinstance(node.func, ast.Attribute):
+        source = node.args[0] if node.args else node.func.value
+    return source if isinstance(source, ast.Name) else None
 
 
 def subscript(target: ast.expr) -> tuple[str, Path | None]:

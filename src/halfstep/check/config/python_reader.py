@@ -20,8 +20,9 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.fitting import facts_around
 from halfstep.check.config.flags import flag_facts
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
-from halfstep.check.config.literals import literals_of, subscript
+from halfstep.check.config.literals import copied_name, literals_of, subscript
 from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
+from halfstep.check.config.text_flags import with_text_flags
 from halfstep.check.files.source import Source
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes
@@ -114,6 +115,8 @@ class _Finder:
             name = self.literals.name_of(node)
             if name and name in self.failing_names:
                 continue
+            if copied_name(node) is not None and name not in self.literals.changes:
+                continue  # reported where it is written
             # The other programs take their recipe as a file; a dictionary with their keys is a fixture of a test.
             if isinstance(root, Block) and recipe_of(root) == "llamafactory":
                 for changed in self._versions(root, name, node):
@@ -175,6 +178,7 @@ class _Finder:
         last = full.rpartition(".")[2]
         if self._is_trainer_class(call.func):
             config = self._keywords("transformers", call, last or "TrainingArguments")
+            config = with_text_flags(config, call, self.nodes, self.alternatives)
             yield replace(config, script=self.script | flag_facts(call, self.nodes, self.names))
             yield from self._changed_options(call, last or "TrainingArguments")
         elif self._is_lightning(call):

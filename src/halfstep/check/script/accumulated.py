@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 
+from halfstep.check.regex import regex
+from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["STEPS", "is_entry", "is_length_of_loop", "same_steps", "steps_name"]
+__all__ = ["STEPS", "is_entry", "is_length_of_loop", "is_total", "same_steps", "steps_name"]
 
 STEPS = "gradient_accumulation_steps"
+_NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")
+_SUMS = {"sum", "fsum", "mean"}
 
 
 def same_steps(a: ast.expr, b: ast.expr) -> bool:
@@ -32,6 +38,24 @@ def is_length_of_loop(script: Script, divisor: ast.expr, call: ast.Call) -> bool
     if not isinstance(divisor, ast.Call) or text_of(divisor.func) != "len" or len(divisor.args) != 1:
         return False
     return key_of(source) != "" and key_of(divisor.args[0]) == key_of(source)
+
+
+def is_total(script: Script, node: ast.expr, event: Event) -> bool:
+    """Whether an expression is a sum of numbers for the log: `running_loss += loss.item()`, or `sum(losses)` of a list of them."""
+    outline = script.outline
+    bound = [b.value for b in outline.lookup(text_of(node), event.function)[:MAX_BINDINGS] if b.value is not None]
+    if bound:
+        return all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
+    is_sum = isinstance(node, ast.Call) and last_name(text_of(node.func)) in _SUMS and len(node.args) == 1
+    return isinstance(node, ast.Call) and is_sum and _has_numbers(script, key_of(node.args[0]), event.function)
+
+
+@lru_cache(maxsize=64)
+def _has_numbers(script: Script, key: str, function: Function) -> bool:
+    """Whether a function appends numbers to a list, and nothing else."""
+    sites = [site.call for site in script.outline.calls.get("append", ()) if key and site.function is function]
+    added = [call.args[0] for call in sites if text_of(call.func) == f"{key}.append" and call.args]
+    return bool(added) and all(_NUMBER.search(text_of(value)) for value in added)
 
 
 def is_entry(node: ast.expr) -> bool:

@@ -3,7 +3,8 @@
 import pytest
 
 from check_scripts import script
-from halfstep.check.script.objects.engines import engine_at, engines_of, loop_class, prepared_for
+from halfstep.check.script.objects.engines import engine_at, engines_of, loop_class
+from halfstep.check.script.scaling.prepared import prepared_for
 
 ACCELERATE = "import torch\nfrom accelerate import Accelerator\n"
 LIGHTNING = "import torch\nimport lightning as L\n"

@@ -205,7 +205,7 @@ class AccumulationIn16Bits(DeepSpeedRule):
         "If `grad_accum_dtype` is unset, DeepSpeed accumulates in the weight dtype. bf16 has 8 significant bits, so "
         "contributions are lost once the sum is 256 times larger: with 1024 micro-batches of gradient 1.0 the "
         "measured mean was 0.25 at every stage, and 1.0 with fp32 accumulation. fp32 accumulation costs 2 more bytes "
-        "per parameter."
+        "per parameter. It is reported from 4 micro-batches on."
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64, "gradient_clipping": 1}',

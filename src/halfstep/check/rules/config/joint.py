@@ -74,6 +74,11 @@ class PipelineWithZero(JointRule):
                 return
 
 
+# Configurations of TRL, and the arguments whose defaults they leave as they are (read in trl 1.10.0.dev0, base_config.py).
+_OF_TRL = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig"})
+_INHERITED = frozenset({"max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"})
+
+
 class TrainerMismatch(JointRule):
     """`TrainingArguments` and its DeepSpeed configuration contradict each other."""
 
@@ -134,7 +139,12 @@ class TrainerMismatch(JointRule):
                 trainer_value, entry = trainer.value(argument), trainer.entry(argument)
                 if entry is None:
                     standard = trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"}
-                    is_default = standard and not trainer.root.open and trainer.value(f"{argument}_full_eval") is None
+                    inherited = trainer.origin in _OF_TRL and argument in _INHERITED
+                    is_default = (
+                        (standard or inherited)
+                        and not trainer.root.open
+                        and trainer.value(f"{argument}_full_eval") is None
+                    )
                     trainer_value = default if is_default else None
                 known = all(isinstance(value, int | float) for value in (deepspeed_value, trainer_value))
                 if not known or trainer_value == deepspeed_value:

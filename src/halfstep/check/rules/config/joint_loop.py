@@ -138,10 +138,10 @@ class EnginePassedToTrainer(JointRule):
             if not isinstance(node, ast.Call) or not (name in extended or _is_library(use, node.func)):
                 continue  # a project's own Trainer may run the engine
             model = next((k.value for k in node.keywords if k.arg == "model"), node.args[0] if node.args else None)
-            if model is not None and key_of(model) == use.engine:
+            if model is not None and (key_of(model) == use.engine or (use.engines and use.engines.is_made(model))):
                 yield self.finding(
                     use.where(node),
-                    f"`{name}` trains `{use.engine}` with an optimizer of its own; the engine's backward and step never run.",
+                    f"`{name}` trains `{key_of(model)}` with an optimizer of its own; the engine's backward and step never run.",
                     instead="Pass the model itself, and the configuration as TrainingArguments(deepspeed=...).",
                 )
 

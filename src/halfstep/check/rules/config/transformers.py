@@ -9,6 +9,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.flags import PAIRS, offered, on_by_itself
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import needs_sharding, trained_dtype
+from halfstep.check.config.text_flags import FALSE_TEXTS
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import KindRule, Rule
@@ -94,7 +95,9 @@ class Fp16AndBf16(TrainerRule):
                         config.where(entry), message, instead=f"Make `{other}` false where `{chosen}` is true."
                     )
             entry = config.entry(second)
-            if entry and _is_on_gpu(config, first) and (config.value(second) is True or _asks_gpu(config, second)):
+            is_both = {on_by_itself(first), on_by_itself(second)} <= config.script
+            is_on = _is_on_gpu(config, first) and (config.value(second) is True or _asks_gpu(config, second))
+            if entry and (is_on or is_both):
                 where = "" if config.value(second) is True else "on a GPU with bfloat16 "
                 message = f"{where}`{first}` and `{second}` are both true; TrainingArguments raises a ValueError."
                 instead = f"Keep `{second}` on Ampere and later GPUs, `{first}` on older ones."
@@ -320,7 +323,7 @@ class FlagAsText(TrainerRule):
         for key in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
             value = config.value(key)
             entry = config.entry(key)
-            if entry and isinstance(value, str) and value.casefold() in {"false", "no", "off"}:
+            if entry and isinstance(value, str) and value.casefold() in FALSE_TEXTS:
                 message = f"`{key}` is the string {value!r}, which is true and enables {key.split('_')[0]}."
                 yield self.finding(config.where(entry), message, instead="Write false without quotes, or remove it.")
             elif entry and (table := self._block_of(config, entry, key)):

@@ -18,9 +18,9 @@ from halfstep.check.script.objects.engines import (
     engines_of,
     has_alternative,
     loop_class,
-    prepared_for,
 )
 from halfstep.check.script.objects.expressions import options_of
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 

@@ -16,12 +16,13 @@ from halfstep.check.script.objects.engines import (
     ACCELERATE,
     ACCELERATORS,
     Engine,
+    callback_precision,
     engine_at,
     loop_class,
-    prepared_for,
     scaling_accelerator,
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -147,15 +148,18 @@ class ClipBehindFramework(TraceRule):
         yield from self._by_plugin(script)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for call, function in script.outline.calls.get(name, ()):
-                owner = loop_class(script, function.cls) if function.name == "on_after_backward" else None
-                if owner is None or owner.base == "trainer" or owner.precision not in {"fp16", "?"}:
+                if function.name != "on_after_backward" or not function.cls:
                     continue
-                state = "" if owner.precision == "fp16" else "with precision='16-mixed' "
+                owner = loop_class(script, function.cls)
+                precision = owner.precision if owner is not None else callback_precision(script, function.cls)
+                if (owner is not None and owner.base == "trainer") or precision not in {"fp16", "?"}:
+                    continue
+                state = "" if precision == "fp16" else "with precision='16-mixed' "
                 yield self.finding(
                     script.where(call),
                     f"{state}the gradients are still multiplied by the loss scale in `on_after_backward`; Lightning unscales after it",
                     instead="clip in `on_before_optimizer_step`, or set gradient_clip_val of the Trainer",
-                    severity="error" if owner.precision == "fp16" else None,
+                    severity="error" if precision == "fp16" else None,
                 )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -164,10 +168,10 @@ class ClipBehindFramework(TraceRule):
         call = event.node
         if not isinstance(call, ast.Call) or constant(argument(call, 1, "max_norm")) is None:
             return None
-        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
-            return None
         is_torch = script.outline.names.full(call.func).startswith("torch.nn.utils.")
         owner = loop_class(script, event.function.cls) if event.function.cls else None
+        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
+            return self._on_shards(script, trace, index) if is_torch and owner is None else None
         if owner is not None and owner.base == "manual":
             return self._in_manual(script, trace, index, owner.precision, is_torch=is_torch)
         is_own = owner is None or (

@@ -29,10 +29,11 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, targets_of
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of, prepared_for, scaling_accelerator
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of, scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.finite_tests import tests_norm
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.scaling.scale_tests import never_float16, reads_scale, same_scales, settled_by
 from halfstep.check.script.scaling.set_rates import rates_by_iteration, sets_rates
 from halfstep.check.script.script import Script

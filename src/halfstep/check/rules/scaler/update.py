@@ -25,10 +25,11 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.sources import element_of, latest
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import length_of, targets_of
-from halfstep.check.script.objects.engines import engine_at, prepared_for
+from halfstep.check.script.objects.engines import engine_at
 from halfstep.check.script.objects.owners import optimized_models, share
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.scaling.passes import number_of_passes
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS

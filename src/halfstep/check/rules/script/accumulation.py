@@ -11,6 +11,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.accumulated import is_total
 from halfstep.check.script.flow.divisions import (
     MAX_ASSIGNMENTS,
     Divisions,
@@ -248,7 +249,9 @@ class LossNotDivided(TraceRule):
             target = key_of(stored.value if isinstance(stored, ast.Subscript) else stored)
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
-        if _LOSS.search(divided) and not _is_total(script, divided, event):
+        if _LOSS.search(divided) and not is_total(
+            script, node.left if isinstance(node, ast.BinOp) else node.target, event
+        ):
             return False
         return not _LOSS_NAME.search(target) and target.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
 
@@ -259,6 +262,10 @@ class LossNotDivided(TraceRule):
             return False
         if in_no_grad(script, node):
             return bool(_LOSS.search(ast.unparse(statement)))
+        value = node.left if isinstance(node, ast.BinOp) else node.target
+        if list(script.above(statement))[-1:] == [event.function.node] and is_total(script, value, event):
+            # `return total_loss / n` of the function that runs backward on another variable
+            return text_of(value) not in self._behind(script, event, rounds=6)
         total, is_quotient = updated_by(statement)
         if is_quotient and list(script.above(statement))[-1:] != [event.function.node]:
             return False
@@ -320,12 +327,6 @@ def _partly_divided(script: Script, event: Event, length: str) -> str:
     last = part.rsplit(".", 1)[-1]
     is_divisor = any(last in re.split(r"\W+", divisor) for _, divisor, _ in _divisions(script))
     return part if sum(counts) == 1 and not is_divisor else ""
-
-
-def _is_total(script: Script, divided: str, event: Event) -> bool:
-    """Whether a variable is a sum of numbers for the log: `running_loss += loss.item()`."""
-    bound = [b.value for b in script.outline.lookup(divided, event.function)[:MAX_BINDINGS] if b.value is not None]
-    return bool(bound) and all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
 
 
 def _is_zero(script: Script, event: Event) -> bool:

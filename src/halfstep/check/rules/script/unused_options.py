@@ -17,6 +17,7 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.scaling.idle_choices import idle_accelerators, idle_policies
 from halfstep.check.script.scaling.stored_flags import powerless_flags, shadowed_flags
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
@@ -148,7 +149,7 @@ class UnusedPrecisionOption(ScriptRule):
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
         for part in (
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
-            self._still_scaled, self._powerless, self._fixed, self._policies, self._unanswered,
+            self._still_scaled, self._powerless, self._fixed, self._idle, self._unanswered,
         ):  # fmt: skip
             yield from part(script)
         calls = script.outline.calls.keys()
@@ -293,20 +294,18 @@ class UnusedPrecisionOption(ScriptRule):
             instead = f"pass {parameter.arg} to from_pretrained, or remove the parameter"
             yield self.finding(script.where(parameter), text, instead=instead)
 
-    def _policies(self, script: Script) -> Iterator[Finding]:
-        """Mixed-precision policies of FSDP that a function assigns to a variable and uses nowhere."""
-        for name in ("MixedPrecision", "MixedPrecisionPolicy"):
-            for call, function in script.outline.calls.get(name, ()):
-                statement = script.outline.parents.get(call)
-                target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-                if not isinstance(target, ast.Name) or isinstance(function.node, ast.Module):
-                    continue
-                if "fsdp" in script.outline.names.full(call.func) and not loads(function.node, target.id):
-                    yield self.finding(
-                        script.where(call),
-                        f"`{target.id}` is created and passed to nothing: the model keeps its own dtype",
-                        instead=f"pass it to FSDP (mixed_precision={target.id}) or fully_shard (mp_policy={target.id})",
-                    )
+    def _idle(self, script: Script) -> Iterator[Finding]:
+        """Policies of FSDP and Accelerators with a precision that nothing trains with."""
+        for call, name in idle_policies(script):
+            text = f"`{name}` is created and passed to nothing: the model keeps its own dtype"
+            instead = f"pass it to FSDP (mixed_precision={name}) or fully_shard (mp_policy={name})"
+            yield self.finding(script.where(call), text, instead=instead)
+        for call, name in idle_accelerators(script):
+            text = (
+                f"the precision of `{name}` has no effect: it prepares no model, and nothing enters `{name}.autocast()`"
+            )
+            instead = f"model, optimizer = {name}.prepare(model, optimizer), and {name}.backward(loss)"
+            yield self.finding(script.where(call), text, instead=instead)
 
     def _overwritten(self, script: Script) -> Iterator[Finding]:
         """Precision parameters that the first statement with their name overwrites."""

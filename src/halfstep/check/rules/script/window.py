@@ -10,9 +10,10 @@ from halfstep.check.script.flow.event import Event, Guard, is_accumulation
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import window_of
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, prepared_for
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at
 from halfstep.check.script.objects.expressions import arguments_of, options_of
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 

@@ -18,8 +18,9 @@ from halfstep.check.script.flow.order import (
     switched_off,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, prepared_for
+from halfstep.check.script.objects.engines import ACCELERATE, Engine
 from halfstep.check.script.objects.values import constant
+from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 

@@ -23,12 +23,12 @@ from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
-    "ACCELERATE", "ACCELERATORS", "Engine", "LoopClass", "Prepared", "engine_at", "engines_of", "has_alternative", "leaves_loss",
-    "lightning_methods", "loop_class", "prepared_for", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
+    "ACCELERATE", "ACCELERATORS", "FABRIC", "Engine", "LoopClass", "callback_precision", "engine_at", "engines_of", "has_alternative", "leaves_loss",
+    "lightning_methods", "loop_class", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
 ]  # fmt: skip
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
@@ -43,7 +43,6 @@ ACCELERATORS = tuple(name for name, library in _CREATED_BY.items() if library ==
 _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
-_PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
 _WITHOUT = regex(
@@ -63,19 +62,12 @@ class Engine:
     plugin: str = ""  # "deepspeed" or "fsdp", if the call names one in every run
     is_created: bool = True  # False: a parameter whose creation is in another file
     function: Function | None = None  # the one that creates it
+    call: ast.Call | None = None  # what creates it
 
     @property
     def name(self) -> str:
         """The last name of its variable: `accelerator` of `self.accelerator`."""
         return last_name(self.key)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a script passes to `prepare` or `setup`, by the last names of the variables."""
-
-    names: frozenset[str]
-    is_complete: bool  # every argument is a plain variable
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ def engine_at(script: Script, key: str, function: Function) -> Engine | None:
 
     Its precision is unknown if several that the function may see under that name differ in it.
     """
-    same = [engine for engine in engines_of(script) if engine.name == last_name(key)]
+    same = [engine for engine in engines_of(script) if engine.name == last_name(key)] or _copied(script, key, function)
     around: list[Function | None] = [function]
     while around[-1] is not None:
         around.append(around[-1].parent)
@@ -132,6 +124,13 @@ def engine_at(script: Script, key: str, function: Function) -> Engine | None:
     if len({engine.precision for engine in same}) == 1:
         return same[0]
     return replace(same[0], precision="?")
+
+
+def _copied(script: Script, key: str, function: Function) -> list[Engine]:
+    """The engines that a variable of another name is a copy of, `acc = self.accelerator`, also as a parameter."""
+    values = script.outline.values(key, function)[:MAX_BINDINGS] if key else []
+    names = {last_name(key_of(value)) for value in values} - {""}
+    return [e for e in engines_of(script) if e.name in names or any(e.call is value for value in values)]
 
 
 def scaling_accelerator(script: Script) -> Engine | None:
@@ -190,13 +189,14 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
         strategy = str(constant(argument(call, None, "strategy")))
         plugin = next((name for name in ("deepspeed", "fsdp") if name in strategy), "")
         precision = "?" if hidden and value is None else _precision(outline, value, function, absent="fp32")
-        return Engine(library, key, precision, None, plugin, function=function)
+        return Engine(library, key, precision, None, plugin, function=function, call=call)
     value = argument(call, 2, "mixed_precision")
     steps = _accumulation_steps(outline, call, function)
     # One that only an option creates, `plugin = None` otherwise, is absent in the other runs.
     plugins = {k.arg for k in call.keywords if not may_be_none(outline, k.value, function)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
-    return Engine(library, key, _precision(outline, value, function, absent="?"), steps, plugin, function=function)
+    precision = _precision(outline, value, function, absent="?")
+    return Engine(library, key, precision, steps, plugin, function=function, call=call)
 
 
 def _accumulation_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
@@ -234,58 +234,6 @@ _NAMES = {
     "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16", "no": "fp32", "32": "fp32",
     "32-true": "fp32", "fp8": "bf16", "64": "fp32", "64-true": "fp32", "16-true": "half", "bf16-true": "half",
 }  # fmt: skip
-
-
-@lru_cache(maxsize=8)
-def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepared], ...]:
-    """What each call of `prepare` or `setup` is passed and returns, with the function that contains it."""
-    calls = []
-    owners = {engine.name for engine in engines_of(script) if engine.library == library}
-    for method in _PREPARES[library]:
-        for call, function in script.outline.calls.get(method, ()):
-            if not isinstance(call.func, ast.Attribute) or last_name(key_of(call.func.value)) not in owners:
-                continue
-            arguments = [*call.args, *(k.value for k in call.keywords)]
-            parent = script.outline.parents.get(call)
-            targets = parent.targets if isinstance(parent, ast.Assign) else []
-            parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
-            names = {last_name(key_of(part)) for part in (*arguments, *parts)} - {"", "_"}
-            is_plain = all(key_of(a) or isinstance(a, ast.Constant) for a in arguments)
-            is_plain &= not any(isinstance(t, ast.Starred) for t in parts)
-            calls.append((function, Prepared(frozenset(names), is_plain)))
-    return tuple(calls)
-
-
-def prepared_for(script: Script, library: str, event: Event) -> Prepared:
-    """What `prepare` of Accelerate or `setup` of Fabric returns, as far as an event can use it.
-
-    The call is in the event's function, in one around it, in a caller, in a method of the same class, or in a helper
-    that returns the result to one of these.
-    """
-    outline = script.outline
-    scope = {outline.module}
-    function: Function | None = event.function
-    while function is not None:
-        scope.add(function)
-        function = function.parent
-    for root in event.roots:
-        name = last_name(key_of(root.func)) if isinstance(root, ast.Call) else ""
-        scope |= {caller for call, caller in outline.calls.get(name, ()) if call is root}
-    near = [
-        prepared
-        for function, prepared in _prepare_calls(script, library)
-        if function in scope
-        or (function.cls and function.cls == event.function.cls)
-        or (_returns(function, prepared.names) and any(c in scope for _, c in outline.calls.get(function.name, ())))
-    ]
-    return Prepared(frozenset().union(*(p.names for p in near)), all(p.is_complete for p in near))
-
-
-@lru_cache(maxsize=64)
-def _returns(function: Function, names: frozenset[str]) -> bool:
-    """Whether a function returns any of these variables."""
-    returned = (n.value for n in ast.walk(function.node) if isinstance(n, ast.Return) and n.value is not None)
-    return any(last_name(key_of(part)) in names for value in returned for part in ast.walk(value))
 
 
 def has_alternative(trace: Trace, event: Event) -> bool:
@@ -372,6 +320,16 @@ def lightning_methods(script: Script) -> Iterator[Function]:
         bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
         if any(base.endswith(("LightningModule", "Callback")) for base in bases):
             yield from methods.values()
+
+
+@lru_cache(maxsize=16)
+def callback_precision(script: Script, name: str) -> str:
+    """The precision of the Trainers that run a callback of Lightning, "?" where another file or an option decides; "" for another class."""
+    bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
+    if not any(base.endswith("Callback") for base in bases):
+        return ""
+    precisions = set(_trainer_precisions(script))
+    return precisions.pop() if len(precisions) == 1 else "?"
 
 
 def scaling_hooks(script: Script) -> dict[Function, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from halfstep.check.regex import regex
@@ -38,6 +39,7 @@ __all__ = [
     "is_of_another",
     "left_scaled",
     "list_of",
+    "members_of",
     "models_of",
     "optimized_models",
     "prepared_if",
@@ -53,6 +55,7 @@ _TRAINABLE = regex(r"^[\w.]+\.(requires_grad|grad is not None)$")  # leaves out 
 _CHANGES = ("backward", "owned_backward", "autograd_grad", "handed", "zero_grad", *STEPS)
 _READS = {"hasattr", "getattr", "isinstance", "super", "type", "print"}
 _LISTS = {"parameters", "named_parameters"}
+_LOOPS = {"enumerate", "zip", "list", "tuple", "len", "print"}
 MAX_NAMES = 4  # variables on the way from an optimizer to the parameters of a model
 
 
@@ -138,16 +141,48 @@ def is_of_another(script: Script, trace: Trace, event: Event, clip: Event) -> bo
 
 def list_of(script: Script, event: Event) -> str:
     """The list from which a step takes its optimizer, `optimizers[0].step()` or `for o in optimizers: o.step()`; "" if none."""
+    key = _collection_of(script, event)
+    bound = script.outline.lookup(key, event.function) if key else []
+    is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
+    return key.rsplit(".", 1)[-1] if is_list else ""
+
+
+def members_of(script: Script, event: Event) -> tuple[str, list[ast.expr]]:
+    """The list or dictionary from which a step takes its optimizer, with what it contains, if only loops of the file get it."""
+    key = _collection_of(script, event)
+    return (key, _members(script, key, event.function)) if key else ("", [])
+
+
+@lru_cache(maxsize=64)
+def _members(script: Script, key: str, function: Function) -> list[ast.expr]:
+    outline = script.outline
+    bound = outline.lookup(key, function)
+    if len(bound) != 1 or bound[0].index is not None or any(name.startswith(f"{key}[") for name in outline.bindings):
+        return []
+    others = (site.call for name, sites in outline.calls.items() if name not in _LOOPS for site in sites)
+    if any(key_of(part) == key for call in others for part in arguments_of(call)):
+        return []
+    value = bound[0].value
+    if isinstance(value, (ast.ListComp, ast.DictComp)):
+        return [value.elt if isinstance(value, ast.ListComp) else value.value]
+    return value.elts if isinstance(value, ast.List) else value.values if isinstance(value, ast.Dict) else []
+
+
+def _collection_of(script: Script, event: Event) -> str:
+    """What a step takes its optimizer from: `optimizers` of `optimizers[0].step()` and of a loop over `optimizers.values()`."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     value = func.value if isinstance(func, ast.Attribute) else None
     source = value.value if isinstance(value, ast.Subscript) else None
     if isinstance(value, ast.Name):
         loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
-        source = next((loop.iter for loop in loops if text_of(loop.target) == value.id), None)
-    name = key_of(source) if source is not None else ""
-    bound = script.outline.lookup(name, event.function) if name else []
-    is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
-    return name.rsplit(".", 1)[-1] if is_list else ""
+        targets = ((loop, loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]) for loop in loops)
+        source = next((loop.iter for loop, parts in targets if any(text_of(p) == value.id for p in parts)), None)
+        while isinstance(source, ast.Call) and key_of(source.func) in {"enumerate", "list"} and source.args:
+            source = source.args[0]
+        method = source.func if isinstance(source, ast.Call) else None
+        if isinstance(method, ast.Attribute) and method.attr in {"values", "items"}:
+            source = method.value
+    return key_of(source) if source is not None else ""
 
 
 def created_here(script: Script, event: Event, engine: str, creator: Function | None) -> bool:

@@ -19,6 +19,7 @@ from halfstep.check.script.scaling.device_tests import (
     tests_of_guards,
 )
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.constants import Constants
 from halfstep.check.script.syntax.evaluate import OPEN, value_of
 from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of
@@ -94,6 +95,9 @@ def enabled_by_value(script: Script, scaler: Scaler) -> tuple[str, str] | None:
             continue
         known = strings_of(script.outline, test.left, scaler.function)
         is_setting = isinstance(test.left, (ast.Attribute, ast.Subscript)) and UNKNOWN in known
+        literal = Constants(script.outline).literal(test.left, scaler.function)
+        if isinstance(literal, ast.Constant) and literal.value != value:
+            continue  # it has one value, by which the dtype of the region may be looked up
         if (known & _HALF or is_setting) and not is_excluded(script.outline, test.left, [str(value)], nodes):
             return key, str(value)
     return None
