@@ -201,7 +201,7 @@ class LossNotDivided(TraceRule):
         """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
         losses = self._behind(script, event, rounds=1)  # also one that is called `total`
         for node, divisor, divided in _divisions(script):
-            if _NUMBER.search(divided) or is_on_other_path(script, node, event):
+            if _NUMBER.search(divided) or is_on_other_path(script, node, event) or _is_total(script, divided, event):
                 continue
             is_count = _COUNTS.search(divided) and not _LOSS.search(divided) and divided not in losses
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not is_count:
@@ -325,7 +325,8 @@ def _partly_divided(script: Script, event: Event, length: str) -> str:
 def _is_total(script: Script, divided: str, event: Event) -> bool:
     """Whether a variable is a sum of numbers for the log: `running_loss += loss.item()`."""
     bound = [b.value for b in script.outline.lookup(divided, event.function)[:MAX_BINDINGS] if b.value is not None]
-    return bool(bound) and all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
+    reset = (ast.Constant, ast.Tuple)  # `running_loss, count = 0.0, 0`
+    return bool(bound) and all(isinstance(v, reset) or _NUMBER.search(text_of(v)) for v in bound)
 
 
 def _is_zero(script: Script, event: Event) -> bool:
