@@ -156,6 +156,12 @@ def test_a_flag_that_is_stored_under_another_name(name, value, flag, expected):
     assert reported(STORED.format(name=name, value=value, flag=flag)) == expected
 
 
+def test_a_stored_flag_whose_default_is_always_used():
+    """A flag that the class reads is no idle one, also where the only call of the file leaves it at its default."""
+    text = STORED.format(name="amp_enabled", value="use_amp", flag=", enabled=self.amp_enabled")
+    assert reported(text + "Trainer(model, optimizer)\n") == []
+
+
 def test_a_limit_at_the_top_of_a_script():
     """`MAX_NORM` at the top of a script that trains is the limit of the gradient norm."""
     assert reported("import torch\nMAX_NORM = 1.0" + LOOP) == [2]

@@ -27,7 +27,7 @@ from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scal
 __all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
-_READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
+_READS = frozenset("norm abs clamp_ clamp square pow mean max std var median nan_to_num nan_to_num_".split())
 _MAY_UNSCALE = regex(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
 _OPTIMIZER = regex(

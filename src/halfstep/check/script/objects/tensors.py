@@ -27,11 +27,13 @@ __all__ = [
 ]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
+_SHAPES = {"flatten", "view", "reshape", "ravel", "view_as"}
+_JOINS = {"torch.cat", "torch.concat", "torch.concatenate", "torch.stack", "torch.hstack"}
+_OF_ALL = {"torch.nn.utils.get_total_norm", "torch._foreach_norm", "torch._foreach_max"}  # of a list of gradients
 _READS = {
     "norm",
     "clamp",
     "vector_norm",
-    "_foreach_norm",
     "nan_to_num",
     "nan_to_num_",
 }  # functions of torch that take a gradient
@@ -64,8 +66,10 @@ _UNSCALED = regex(r"\brandn(_like)?\(|\bnormal(_like)?\(|noise|weight_decay|\bwd
 
 
 def grad_of(node: ast.expr) -> bool:
-    """Whether an expression is the gradient of a parameter."""
+    """Whether an expression is the gradient of a parameter, also in another shape: `p.grad.flatten()`."""
     node = tensor_of(node)
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES:
+        node = tensor_of(node.func.value)
     return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
@@ -73,7 +77,7 @@ def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     """Whether an expression is a gradient, also through a variable: `g = p.grad.detach()`, `for g in grads`."""
     inner = tensor_of(node)
     if not isinstance(inner, ast.Name):
-        return grad_of(inner)
+        return grad_of(inner) or _joins_gradients(outline, inner, function)
     bindings = [b for b in outline.lookup(inner.id, function) if b.function is function]
     if not bindings:
         return any(_are_gradients(outline, source, function) for source in _sources_around(outline, inner))
@@ -82,9 +86,16 @@ def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     arms = [
         arm for value in values for arm in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
     ]
-    known = [grad_of(arm) for arm in arms if not (isinstance(arm, ast.Constant) and arm.value is None)]
+    arms = [arm for arm in arms if not (isinstance(arm, ast.Constant) and arm.value is None)]
+    known = [grad_of(arm) or _joins_gradients(outline, arm, function) for arm in arms]
     known += [_are_gradients(outline, loop.iter, function) for loop in loops if isinstance(loop.target, ast.Name)]
     return bool(known) and all(known) and len(values) + len(loops) == len(bindings)
+
+
+def _joins_gradients(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether an expression is one tensor of all gradients: `torch.cat([p.grad.flatten() for p in params])`."""
+    is_joined = isinstance(node, ast.Call) and outline.names.full(node.func) in _JOINS and bool(node.args)
+    return isinstance(node, ast.Call) and is_joined and _are_gradients(outline, node.args[0], function)
 
 
 def _sources_around(outline: Outline, name: ast.Name) -> list[ast.expr]:
@@ -118,10 +129,10 @@ def reads_gradients(outline: Outline, call: ast.Call, function: Function, name: 
         return any(_has_gradients(value) for value in arguments_of(call))
     if last in _HISTOGRAMS:
         return any(is_gradient(outline, value, function) for value in arguments_of(call))
+    if name in _OF_ALL:
+        return bool(call.args) and _are_gradients(outline, call.args[0], function)
     if last in _READS and name.startswith("torch."):
         return bool(call.args) and is_gradient(outline, call.args[0], function)
-    if name == "torch.nn.utils.get_total_norm":
-        return bool(call.args) and _are_gradients(outline, call.args[0], function)
     is_function = isinstance(call.func, ast.Name) or bool(name)
     return is_function and bool(call.args) and bool(_GRAD_NORM.match(last))
 

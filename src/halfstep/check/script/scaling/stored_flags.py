@@ -91,6 +91,8 @@ def idle_flags(script: Script, flags: re.Pattern[str], read: Collection[str]) ->
         name = key.removeprefix("self.")
         if name == key or name in read or not flags.search(name) or len(bindings) != 1:
             continue
+        if len(re.findall(rf"\.{name}\b", script.source.text)) > 1:
+            continue  # by the text: the tree has the default of the parameter in the place of the attribute
         function = bindings[0].function
         own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
         is_always = {enabled for enabled, _ in own} == {"yes"}
