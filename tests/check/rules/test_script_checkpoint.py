@@ -39,6 +39,8 @@ FORMS = {
         'torch.save({k: v.state_dict() for k, v in parts.items()}, "x")',
         ', "s": scaler',
     ),
+    "copied": (LOAD, 'torch.save({"m": 1, "o": optimizer.state_dict().copy()+SCALER}, "x")', ', "s": {}'),
+    "sharded": (LOAD, 'torch.save({"m": 1, "o": FSDP.optim_state_dict(model, optimizer)+SCALER}, "x")', ', "s": {}'),
     "framework": (LOAD, 'accelerator.save({"o": optimizer.state_dict()+SCALER}, "x")', ', "s": {}'),
 }  # fmt: skip
 

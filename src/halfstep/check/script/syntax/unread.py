@@ -204,8 +204,7 @@ def unread_argument(
 ) -> ast.arg | None:
     """The parameter of one of the functions that train, which only other files call, if no function of this one reads its name."""
     is_nested = function.parent is not None and not isinstance(function.parent.node, ast.Module)
-    is_used = is_nested or function.name in outline.loads or isinstance(function.node, ast.Module)
-    if is_used or function not in training:
+    if isinstance(function.node, ast.Module) or is_nested or function.name in outline.loads or function not in training:
         return None
     # Another function that reads it: the two may share a signature.
     if not all(is_unread(text, other, name) for other in outline.functions if name in other.params):
