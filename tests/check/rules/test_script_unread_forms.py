@@ -91,6 +91,13 @@ def test_options_that_a_call_parses(enabled, use, expected):
     assert reported(PARSED.format(enabled=enabled, use=use)) == expected
 
 
+def test_an_option_for_an_amplitude():
+    """`--amp` is about mixed precision unless its help says that it is an amplitude."""
+    option = '"--amp", type=int, default=2, help="amplification of the kernel"'
+    text = PARSED.format(enabled="True", use="pass")
+    assert reported(text.replace('"--amp", action="store_true"', option)) == []
+
+
 def test_a_namespace_that_another_file_receives_unnamed():
     """What a call of another file gets, as in `train(get_args())` of an import, is read there."""
     assert reported(PARSED.format(enabled="True", use="pass").replace("def main", "def other")) == []

@@ -100,6 +100,11 @@ def setup(config, precision=None):
 """
 
 
+def _is_amplitude(option: ast.Call) -> bool:
+    """Whether an option is the amplitude or amplification of something else, `--amp 2`, by its help."""
+    return "amplitude" in (text := str(constant(argument(option, None, "help"))).lower()) or "amplif" in text
+
+
 def _num_statements(function: Function) -> int:
     return sum(1 for statement in function.body for n in ast.walk(statement) if isinstance(n, ast.stmt))
 
@@ -168,8 +173,9 @@ class UnusedPrecisionOption(ScriptRule):
         options = Options(script)
         named = (PRECISION_OPTION, _SCALE, _CHOICE)
         use = _settings_of(script).use_in_step
-        precise = [o for o in options.declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
-        precise += [o for o in options.declared if o not in precise and use(o[2], argument(o[0], None, "default"))]
+        declared = [o for o in options.declared if not _is_amplitude(o[0])]
+        precise = [o for o in declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
+        precise += [o for o in declared if o not in precise and use(o[2], argument(o[0], None, "default"))]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
