@@ -163,9 +163,11 @@ class UnusedPrecisionOption(ScriptRule):
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
             self._still_scaled, self._powerless, self._fixed, self._policies, self._unanswered,
         ):  # fmt: skip
-            found = [finding for finding in part(script) if finding.line not in lines]  # a field may be a variable too
-            lines.update(finding.line for finding in found)
-            yield from found
+            reported = [
+                finding for finding in part(script) if finding.line not in lines
+            ]  # a field may be a variable too
+            lines.update(finding.line for finding in reported)
+            yield from reported
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         if not (script.autocasts or script.scalers or trains or "apex.amp.initialize" in script.outline.library_calls):

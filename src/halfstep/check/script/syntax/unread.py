@@ -188,15 +188,15 @@ def training_functions(outline: Outline) -> set[Function]:
 
 
 def _reaching(outline: Outline, method: str) -> set[Function]:
-    found = {function for _, function in outline.calls.get(method, ())}
-    waiting = list(found)
-    while waiting and len(found) < MAX_FUNCTIONS:
+    functions = {function for _, function in outline.calls.get(method, ())}
+    waiting = list(functions)
+    while waiting and len(functions) < MAX_FUNCTIONS:
         function = waiting.pop()
         for call, caller in outline.calls.get(function.name, ()):
-            if caller not in found and outline.call_target(call, caller) is function:
-                found.add(caller)
+            if caller not in functions and outline.call_target(call, caller) is function:
+                functions.add(caller)
                 waiting.append(caller)
-    return found
+    return functions
 
 
 def unread_argument(
