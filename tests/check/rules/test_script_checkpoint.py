@@ -39,6 +39,8 @@ FORMS = {
         'torch.save({k: v.state_dict() for k, v in parts.items()}, "x")',
         ', "s": scaler',
     ),
+    "copied": (LOAD, 'torch.save({"m": 1, "o": optimizer.state_dict().copy()+SCALER}, "x")', ', "s": {}'),
+    "sharded": (LOAD, 'torch.save({"m": 1, "o": FSDP.optim_state_dict(model, optimizer)+SCALER}, "x")', ', "s": {}'),
     "framework": (LOAD, 'accelerator.save({"o": optimizer.state_dict()+SCALER}, "x")', ', "s": {}'),
 }  # fmt: skip
 
@@ -690,3 +692,39 @@ def test_one_of_several_checkpoints_without_the_scaler(best, expected):
     """The best checkpoint has the optimizer and not the scaler, which the last one has and a resumed run restores."""
     assert [f.line for f in findings(BEST.format(load=RESTORE, last=ENTRY, best=best), "HS170")] == expected
     assert findings(BEST.format(load="", last=ENTRY, best=best), "HS170") == []
+
+
+STATE = """\
+import torch
+from dataclasses import dataclass
+@dataclass
+class TrainState:
+    optimizer: torch.optim.Optimizer
+    scaler: {kind}
+    def state_dict(self):
+        return {{"optimizer": self.optimizer.state_dict(){saved}}}
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+def train_step(state, x):
+    state.scaler.scale(model(x)).backward()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+def fit(loader):
+    state = TrainState(make_optimizer(), torch.amp.GradScaler("cuda"))
+    for x in loader:
+        train_step(state, x)
+    torch.save(state.state_dict(), "x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "lines"),
+    [
+        ("torch.amp.GradScaler", "", [8]),
+        ("torch.amp.GradScaler | None", "", [8]),
+        ("torch.amp.GradScaler", ', "scaler": self.scaler.state_dict()', []),
+    ],
+)
+def test_the_state_of_a_training_in_a_dataclass(kind, saved, lines):
+    """The steps are those of the scaler that the dataclass has as a field, in whichever function."""
+    assert [f.line for f in findings(STATE.format(kind=kind, saved=saved), "HS170")] == lines

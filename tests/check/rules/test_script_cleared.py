@@ -387,3 +387,29 @@ def test_a_step_that_a_flag_for_accumulation_holds_back(options):
 def test_a_flag_that_holds_back_more_or_nothing_that_accumulates(options):
     """Another flag, a number, gradients that wait as the step does, or that something else uses."""
     assert held_back(**options) == []
+
+
+TURNS = """\
+import torch
+accum_steps, scaler = 4, torch.amp.GradScaler("cuda")
+opt_d, opt_g = torch.optim.Adam(discriminator.parameters()), torch.optim.Adam(generator.parameters())
+for i, x in enumerate(loader):
+    scaler.scale(loss_d(discriminator(x)) / accum_steps).backward()
+    if (i + 1) % accum_steps == 0:
+        scaler.step(opt_d)
+        opt_d.zero_grad()
+    {start}
+    scaler.scale(loss_g(generator(x)) / accum_steps).backward()
+    if (i + 1) % accum_steps == 0:
+        scaler.step(opt_g)
+        scaler.update()
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "lines"), [("opt_g.zero_grad()", "pass", [9]), ("pass", "opt_g.zero_grad()", [])]
+)
+def test_an_optimizer_that_is_cleared_between_the_step_of_another_and_its_own_backward(start, end, lines):
+    """The step of a discriminator does not use what is cleared for the generator."""
+    assert [f.line for f in findings(TURNS.format(start=start, end=end), "HS181")] == lines

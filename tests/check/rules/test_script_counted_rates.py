@@ -50,6 +50,8 @@ def filled(**options):
     [
         ({}, 13),
         ({"count": "num_steps = num_steps + 1"}, 13),
+        ({"before": "i = len(loader) * epoch + i; " + SET + "schedule[i]"}, 13),
+        ({"before": SET + "schedule[num_steps]"}, 13),
         ({"before": "lr = rate(num_steps)" + EACH}, 15),
         ({"before": "lr = 1e-3 * min(1, num_steps / args.warmup)" + EACH}, 15),
         ({"before": "if num_steps < args.warmup: " + SET + "1e-3 * (num_steps + 1) / args.warmup"}, 13),

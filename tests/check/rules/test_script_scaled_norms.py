@@ -206,3 +206,35 @@ def test_the_hooks_of_wandb_log_scaled_gradients_of_a_trainer(flags, log, traine
     """HS110 reports wandb.watch where the Trainer of transformers trains in fp16."""
     text = TRAINER.format(flags=flags, log=log, trainer=trainer, run=run)
     assert [f.line for f in findings(text, "HS110")] == expected
+
+
+MEASURED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).mean()
+    scaler.scale(loss).backward()
+    {early}
+    {measure}
+    scaler.unscale_(optimizer)
+    {late}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        "log(torch.cat([p.grad.flatten() for p in model.parameters()]).std())",
+        "flat = torch.cat([p.grad.view(-1) for p in model.parameters()]); log(flat.norm())",
+        "grads = [p.grad for p in model.parameters()]; log(torch.stack(torch._foreach_norm(grads)).max())",
+    ],
+)
+def test_a_number_of_all_gradients(measure):
+    """Gradients that are joined to one tensor, or measured as a list, are gradients."""
+    text = MEASURED.format(early="pass", measure=measure, late="pass")
+    assert [f.line for f in findings(text, "HS110")] == [9]
+    assert findings(MEASURED.format(early="pass", measure="pass", late=measure), "HS110") == []

@@ -153,11 +153,12 @@ def test_a_schedule_of_epochs_does_not_count_the_last_step_of_each(rest):
     assert reported(REMAINDER.format(each="scheduler.step()", rest=rest, epoch="pass")) == [10]
 
 
-def test_a_schedule_that_opens_the_iteration_is_left_alone():
-    """Before the forward a schedule sets the learning rate by the number of iterations, which may be what is meant."""
-    text = "scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    lr = scheduler.step()\n"
+@pytest.mark.parametrize(("name", "lines"), [("scheduler", [4]), ("wd_scheduler", []), ("momentum_scheduler", [])])
+def test_a_schedule_that_opens_the_iteration_counts_it(name, lines):
+    """Before the forward as well, a schedule advances in every iteration; one of the weight decay sets no learning rate."""
+    text = f"scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    lr = {name}.step()\n"
     text += "    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
-    assert reported("import torch\n" + text) == []
+    assert reported("import torch\n" + text) == lines
 
 
 CHOSEN = """\

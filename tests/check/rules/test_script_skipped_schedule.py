@@ -34,6 +34,8 @@ def reported(text):
         ("if scaler.get_scale() < before: print('skipped')", "scheduler.step()", [14]),
         ("skipped += scaler.get_scale() < before", "scheduler.step()", [14]),
         ("if scaler.get_scale() < before: continue", "scheduler.step()", []),
+        ("scaler.update(min(scaler._scale.item(), 2.0**16))", "scheduler.step()", [14]),
+        ("if scaler._scale.item() < before: continue", "scheduler.step()", []),
         ("is_skipped = scaler.get_scale() < before", "scheduler.step()", [14]),
         ("is_skipped = scaler.get_scale() < before", "if not is_skipped: scheduler.step()", []),
         ("is_skipped = scaler.get_scale() < before", "advance(scheduler, is_skipped); scheduler.step()", []),

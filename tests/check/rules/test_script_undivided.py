@@ -413,3 +413,41 @@ def step(ddp, stream, scaler, optimizer, plan, args):
 def test_another_file_weights_the_loss_with_a_plan(after, expected):
     """A function that makes a loss from a loss and the object with the number of micro-batches may divide."""
     assert reported(WEIGHTED.format(after=after)) == expected
+
+
+ACCUMULATED = """\
+import torch
+def train(model, loader, optimizer, scaler, args):
+    total, seen = 0.0, 0
+    for i, x in enumerate(loader):
+        is_waiting = (i + 1) % args.accum_steps != 0 and i + 1 != len(loader)
+        try:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(x).mean(){divide}
+            scaler.scale(loss).backward()
+        except torch.cuda.OutOfMemoryError:
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        total += loss.item()
+        seen += 1
+        if not is_waiting:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            log(loss=total / {log})
+            total, seen = 0.0, 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("divide", "log", "expected"),
+    [
+        ("", "seen", [9]),
+        ("", "args.accum_steps", [9]),
+        (" / args.accum_steps", "seen", []),
+        (" / args.accum_steps", "args.accum_steps", []),
+    ],
+)
+def test_a_window_with_a_handler_and_a_sum_for_the_log(divide, log, expected):
+    """Gradients that an exception handler clears are those of a lost window, and a quotient of logged numbers divides no gradient."""
+    assert reported(ACCUMULATED.format(divide=divide, log=log)) == expected

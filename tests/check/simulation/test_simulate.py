@@ -54,11 +54,12 @@ def window(every="pass", last="scaler.unscale_(optimizer)", update="scaler.updat
         (LOOP.replace("float16", "bfloat16"), ["HS120"]),
         (LOOP.replace("float16", "bfloat16").replace('"cuda")\nfor', '"cuda", enabled=False)\nfor'), []),
         (LOOP.replace("optimizer.zero_grad()", "for p in model.parameters(): p.grad = None"), []),
+        (LOOP.replace("        scaler.step(", "        for n, p in model.named_parameters():\n            if 'head' in n: p.grad = None\n        scaler.step("), []),
         (window(), []),
         (window(every="scaler.unscale_(optimizer)", last="pass"), ["HS106"]),
         (window(update="pass", end="scaler.update()"), ["HS107"]),
     ],
-    ids=["right", "unscale", "scale", "update", "skip", "bypass", "clear", "fragment", "bf16", "bf16-disabled", "clear-by-hand", "window", "unscale-every", "update-every"],
+    ids=["right", "unscale", "scale", "update", "skip", "bypass", "clear", "fragment", "bf16", "bf16-disabled", "clear-by-hand", "clear-some", "window", "unscale-every", "update-every"],
 )  # fmt: skip
 def test_a_loop_of_one_script(text, expected):
     """A right loop is silent, and each wrong one has its rule."""

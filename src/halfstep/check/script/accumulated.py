@@ -12,7 +12,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["STEPS", "is_entry", "is_length_of_loop", "is_total", "same_steps", "steps_name"]
+__all__ = ["STEPS", "dividend", "divides_total", "is_entry", "is_length_of_loop", "same_steps", "steps_name"]
 
 STEPS = "gradient_accumulation_steps"
 _NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")
@@ -40,12 +40,23 @@ def is_length_of_loop(script: Script, divisor: ast.expr, call: ast.Call) -> bool
     return key_of(source) != "" and key_of(divisor.args[0]) == key_of(source)
 
 
-def is_total(script: Script, node: ast.expr, event: Event) -> bool:
-    """Whether an expression is a sum of numbers for the log: `running_loss += loss.item()`, or `sum(losses)` of a list of them."""
+def dividend(division: ast.AST) -> ast.expr | None:
+    """What `a / n` or `a /= n` divides."""
+    if isinstance(division, ast.BinOp):
+        return division.left
+    return division.target if isinstance(division, ast.AugAssign) else None
+
+
+def divides_total(script: Script, division: ast.AST, event: Event) -> bool:
+    """Whether a sum of numbers for the log is divided: `running_loss += loss.item()`, or `sum(losses)` of a list of them."""
+    node = dividend(division)
+    if node is None:
+        return False
     outline = script.outline
     bound = [b.value for b in outline.lookup(text_of(node), event.function)[:MAX_BINDINGS] if b.value is not None]
     if bound:
-        return all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
+        reset = (ast.Constant, ast.Tuple)  # `running_loss, count = 0.0, 0`
+        return all(isinstance(v, reset) or _NUMBER.search(text_of(v)) for v in bound)
     is_sum = isinstance(node, ast.Call) and last_name(text_of(node.func)) in _SUMS and len(node.args) == 1
     return isinstance(node, ast.Call) and is_sum and _has_numbers(script, key_of(node.args[0]), event.function)
 

@@ -32,8 +32,9 @@ class Assignments(Decisions):
                 base.attributes[target.attr] = value
             elif isinstance(base, Unknown):
                 self.bindings[f"{base.key}.{target.attr}"] = value
-            if target.attr == "grad" and value is None:  # of each parameter, probably
-                self.gradients.clear(None)
+            if target.attr == "grad" and value is None:
+                if not self.relevance.is_of_some_parameters(target):
+                    self.gradients.clear(None)
             elif target.attr == "grad":  # computed, or divided, by the script
                 self.gradients.lose()
             elif target.attr == "requires_grad":

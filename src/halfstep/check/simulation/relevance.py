@@ -24,6 +24,7 @@ _NOT_AN_EVENT = regex(
 _LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_OF_NAME = {"startswith", "endswith", "match", "search", "fullmatch"}  # tests of a parameter's name
 
 
 def _last(func: ast.expr) -> str:
@@ -257,6 +258,17 @@ class Relevance:
                 return False  # both branches are run
             around = self._parents.get(around)
         return _last(loop.iter.func) in {"parameters", "named_parameters"}
+
+    def is_of_some_parameters(self, node: ast.Attribute) -> bool:
+        """Whether an attribute is set for the parameters that a loop chooses: `if "head" in name: p.grad = None`."""
+        part: ast.AST | None = node
+        tests: list[ast.expr] = []
+        while part is not None and not isinstance(part, (ast.For, *_FUNCTIONS)):
+            tests += [part.test] if isinstance(part, ast.If) else []
+            part = self._parents.get(part)
+        parts = [n for test in tests for n in ast.walk(test)]
+        by_name = any(isinstance(n, (ast.In, ast.NotIn)) or getattr(n, "attr", "") in _OF_NAME for n in parts)
+        return isinstance(part, ast.For) and by_name
 
     def acts_now(self, statement: ast.stmt) -> bool:
         """Whether running a statement of the module acts: not if it only defines."""

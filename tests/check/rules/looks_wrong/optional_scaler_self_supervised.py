@@ -5,7 +5,7 @@ import utils
 def train_one_epoch(student, teacher, loss_fn, loader, optimizer, schedule, epoch, fp16_scaler, args):
     for it, (images, _) in enumerate(loader):
         for i, group in enumerate(optimizer.param_groups):
-            group["lr"] = schedule[it]
+            group["lr"] = schedule[epoch]
         with torch.autocast("cuda", dtype=torch.float16, enabled=fp16_scaler is not None):
             loss = loss_fn(student(images), teacher(images[:2]), epoch)
         optimizer.zero_grad()

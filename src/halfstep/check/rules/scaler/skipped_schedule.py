@@ -68,6 +68,8 @@ _TESTED_LOSS = regex(
     r"(?:torch|math|np)\.(isnan|isinf|isfinite)\([\w.]*loss\w*(?:\.item\(\))?\)(?:\.item\(\))?", re.IGNORECASE
 )
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+# Stochastic weight averaging, for which a few skipped steps do not matter, and schedules of the weight decay or of a momentum.
+_OTHER = regex(r"swa|(^|[._])(wd|weight_decay|momentum)_", re.IGNORECASE)
 _SKIPPED = {"optimizer_step_was_skipped", "step_was_skipped"}
 
 
@@ -124,8 +126,8 @@ class SchedulerIgnoresSkips(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
-        if "swa" in event.subject.lower():
-            return None  # stochastic weight averaging: a few skipped steps do not matter
+        if _OTHER.search(event.subject):
+            return None
         if not self._counts(script, event) or reads_scale(script) or is_always_none(script, event):
             return None
         # A scaler of the script's own skips steps that no engine knows of.
@@ -134,7 +136,7 @@ class SchedulerIgnoresSkips(TraceRule):
             return self._unprepared(script, trace, index)
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
-        if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
+        if event.loops:  # also at the start of an iteration
             steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
         steps = _skippable(script, [(trace, e) for e in steps])

@@ -11,7 +11,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.accumulated import is_total
+from halfstep.check.script.accumulated import dividend, divides_total
 from halfstep.check.script.flow.divisions import (
     MAX_ASSIGNMENTS,
     Divisions,
@@ -202,7 +202,7 @@ class LossNotDivided(TraceRule):
         """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
         losses = self._behind(script, event, rounds=1)  # also one that is called `total`
         for node, divisor, divided in _divisions(script):
-            if _NUMBER.search(divided) or is_on_other_path(script, node, event):
+            if _NUMBER.search(divided) or is_on_other_path(script, node, event) or divides_total(script, node, event):
                 continue
             is_count = _COUNTS.search(divided) and not _LOSS.search(divided) and divided not in losses
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not is_count:
@@ -249,9 +249,7 @@ class LossNotDivided(TraceRule):
             target = key_of(stored.value if isinstance(stored, ast.Subscript) else stored)
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
-        if _LOSS.search(divided) and not is_total(
-            script, node.left if isinstance(node, ast.BinOp) else node.target, event
-        ):
+        if _LOSS.search(divided) and not divides_total(script, node, event):
             return False
         return not _LOSS_NAME.search(target) and target.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
 
@@ -262,10 +260,9 @@ class LossNotDivided(TraceRule):
             return False
         if in_no_grad(script, node):
             return bool(_LOSS.search(ast.unparse(statement)))
-        value = node.left if isinstance(node, ast.BinOp) else node.target
-        if list(script.above(statement))[-1:] == [event.function.node] and is_total(script, value, event):
+        if list(script.above(statement))[-1:] == [event.function.node] and divides_total(script, node, event):
             # `return total_loss / n` of the function that runs backward on another variable
-            return text_of(value) not in self._behind(script, event, rounds=6)
+            return text_of(dividend(node)) not in self._behind(script, event, rounds=6)
         total, is_quotient = updated_by(statement)
         if is_quotient and list(script.above(statement))[-1:] != [event.function.node]:
             return False

@@ -314,7 +314,15 @@ def near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
     function, outline = event.function, script.outline
     sites = outline.calls.get(function.name, ())  # also torch.save, if the function is called `save`
     is_called = any(outline.call_target(site.call, site.function) is function for site in sites)
+    near = near or [e for e in steps if _has_field(script, function.cls, e.scaler.rsplit(".", 1)[-1])]
     return near or (steps if saves(function.name) and not function.cls and not is_called else [])
+
+
+def _has_field(script: Script, cls: str, name: str) -> bool:
+    """Whether a class declares the scaler that steps as its field: `scaler: GradScaler` of a dataclass."""
+    nodes = (n for n in script.outline.module.node.body if isinstance(n, ast.ClassDef) and n.name == cls)
+    fields = [s for node in nodes for s in node.body if isinstance(s, ast.AnnAssign) and key_of(s.target) == name]
+    return any("GradScaler" in text_of(s.annotation) for s in fields)
 
 
 def _incomplete_checkpoints(script: Script) -> Iterator[tuple[Event, Event]]:

@@ -151,6 +151,9 @@ class ClearedEveryMicroBatch(TraceRule):
         event = trace[index]
         before = [i for i in earlier(trace, index, *STEPS, *_BACKWARDS) if trace[i].loops == event.loops]
         backs = [i for i in before if trace[i].kind in _BACKWARDS]
+        steps = [trace[i] for i in before if trace[i].kind in STEPS]
+        if event.optimizer and steps and all(e.optimizer not in {event.optimizer, ""} for e in steps):
+            before = []  # of a discriminator, which is trained before the generator in each iteration
         if before:
             # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
             backs = backs if _alternatives([trace[i] for i in backs]) and before[0] != backs[0] else []

@@ -18,9 +18,10 @@ from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.scaling.idle_choices import idle_accelerators, idle_policies
-from halfstep.check.script.scaling.stored_flags import powerless_flags, shadowed_flags
+from halfstep.check.script.scaling.stored_flags import idle_flags, powerless_flags, shadowed_flags
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import (
     fixed_dtypes,
@@ -30,6 +31,7 @@ from halfstep.check.script.syntax.unread import (
     loads,
     mentions,
     read_names,
+    training_functions,
     unread_argument,
     unread_parameters,
 )
@@ -38,9 +40,9 @@ from halfstep.check.script.syntax.unread_settings import Settings, unread_settin
 __all__ = ["RULES"]
 
 _FLAG = regex(r"(use_|enable_)?(amp|b?fp?16|b?float16|mixed_?precision|half_precision)")
-_FIELD = regex(rf"{_FLAG.pattern}|(\w+_)?(to|in|use)_[48]_?bit")
+_FIELD = regex(rf"{_FLAG.pattern}|apex|(\w+_)?(to|in|use)_[48]_?bit")
 _FEW = 5  # statements; with fewer, a function may as well only pass its parameters on
-_STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
+_STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)(_enabled|_on)?$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _CHOICE = regex(r"^((torch|model|compute|train|training|amp)_)?(precision|dtype)$")  # options that name a format
 _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|bf16|use_amp|amp")
@@ -99,10 +101,15 @@ def setup(config, precision=None):
 """
 
 
+def _num_statements(function: Function) -> int:
+    return sum(1 for statement in function.body for n in ast.walk(statement) if isinstance(n, ast.stmt))
+
+
 def _settings_of(script: Script) -> Settings:
     # With `accumulate`, HS177 reports the number that is not passed on.
     is_loop = "backward" in script.outline.calls and "accumulate" not in script.outline.calls
-    return Settings(_FIELD, _FLAG, is_loop and script.has("opt_step", "scaler_step", "owned_step"))
+    has_formats = bool(script.autocasts) and "backward" in script.outline.calls
+    return Settings(_FIELD, _FLAG, is_loop and script.has("opt_step", "scaler_step", "owned_step"), has_formats)
 
 
 class UnusedPrecisionOption(ScriptRule):
@@ -147,11 +154,16 @@ class UnusedPrecisionOption(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
+        lines: set[int] = set()
         for part in (
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
             self._still_scaled, self._powerless, self._fixed, self._idle, self._unanswered,
         ):  # fmt: skip
-            yield from part(script)
+            reported = [
+                finding for finding in part(script) if finding.line not in lines
+            ]  # a field may be a variable too
+            lines.update(finding.line for finding in reported)
+            yield from reported
         calls = script.outline.calls.keys()
         trains = calls & {"backward", "Accelerator", "Fabric"} or any(c.endswith("TrainingArguments") for c in calls)
         if not (script.autocasts or script.scalers or trains or "apex.amp.initialize" in script.outline.library_calls):
@@ -167,6 +179,8 @@ class UnusedPrecisionOption(ScriptRule):
         full = script.outline.names.full  # `torch.amp` reads no option
         values = {name for _, _, name in precise}
         loads = [n for n in options.nodes if isinstance(n, ast.Attribute) and not full(n) and n.attr in values]
+        called = {n.func for n in options.nodes if isinstance(n, ast.Call)}
+        loads = [n for n in loads if n not in called]  # `self.amp()` is a method
         read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not is_only_shown(script.outline, n)}
         read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         for call, flag, name in precise:
@@ -179,39 +193,17 @@ class UnusedPrecisionOption(ScriptRule):
 
     def _stored(self, script: Script) -> Iterator[Finding]:
         """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
-        switches = [(s.function.cls, s.enabled, "the scaler is always enabled") for s in script.scalers]
-        classes = {call: function.cls for call, function in script.outline.calls.get("autocast", ())}
-        for region in script.autocasts:
-            if not in_no_grad(script, region.node):
-                is_on = region.enabled == "yes" and not conditions_of(script.outline, region.node)
-                cls = classes.get(region.node, "")
-                switches.append((cls, "yes" if is_on else "", "autocast is always on"))
-        if not switches:
-            return
-        outline, read = script.outline, read_names(all_nodes(script.tree))
+        read = read_names(all_nodes(script.tree)) if script.scalers or script.autocasts else set()
         for parameter, function, other in shadowed_flags(script, _STORED, read):
             yield self.finding(
                 script.where(parameter),
                 f"`{function.name}` only stores `{parameter.arg}`, and nothing reads it: `{other.name}` uses a parameter of its own",
                 instead=f"use self.{parameter.arg} in {other.name}, or remove the parameter here",
             )
-        for key, bindings in outline.bindings.items():
-            name = key.removeprefix("self.")
-            if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
-                continue
-            binding = bindings[0]
-            function = binding.function
-            is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
-            own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
-            uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
-            is_always = {enabled for enabled, _ in own} == {"yes"}
-            # By the text as well: the tree has the default of the parameter in the place of the attribute.
-            is_always &= len(re.findall(rf"\b{key}\b", script.source.text)) == 1
-            if not is_passed or inherits(outline, function.cls) or not is_always or len(uses) != 1:
-                continue
+        for node, key, effect in idle_flags(script, _STORED, read):
             yield self.finding(
-                script.where(binding.node),
-                f"`{key}` is stored and never read in this file: {own[0][1]}",
+                script.where(node),
+                f"`{key}` is stored and never read in this file: {effect}",
                 instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
             )
 
@@ -328,20 +320,21 @@ class UnusedPrecisionOption(ScriptRule):
 
         Calls of other files pass the flag of a training function that this file does not call.
         """
-        outline, calls = script.outline, script.outline.calls.keys()
+        outline, text, calls = script.outline, script.source.text, script.outline.calls.keys()
         if not ("backward" in calls or any(name.endswith("Trainer") for name in calls)) or "locals" in calls:
             return
+        training = training_functions(outline)
         for function in outline.functions:
             names = [name for name in function.params if _PASSED.fullmatch(name)]
             named = _SETS_UP.search(function.name) and not _ASIDE.search(function.name)
-            is_setup = names and named and len(function.body) >= _FEW
+            is_setup = names and named and _num_statements(function) >= _FEW
             # A method, or a function with a decorator, may have the signature that another class or library asks for.
             if not is_setup or function.method or getattr(function.node, "decorator_list", None):
                 continue
-            for name in (n for n in names if is_unread(script.source.text, function, n)):
+            for name in (n for n in names if is_unread(text, function, n)):
                 passed = [v for v, _ in passed_for(outline, name, function) if constant(v) is not None]
                 effect = f", which {script.at(passed[0])} passes" if passed else ""
-                place = function.node if passed else unread_argument(outline, script.source.text, function, name)
+                place = function.node if passed else unread_argument(outline, text, function, name, training)
                 if place is not None and (passed or _FLAG.fullmatch(name)):
                     yield self.finding(
                         script.where(place),

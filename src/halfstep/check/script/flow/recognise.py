@@ -27,22 +27,17 @@ from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scal
 __all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
-_READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
+_READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "std", "var", "median", "nan_to_num", "nan_to_num_"}  # fmt: skip
 _MAY_UNSCALE = regex(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
-_OPTIMIZER = regex(
-    r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|(?-i:_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_])",
-    re.IGNORECASE,
-)
+_OPTIMIZER = regex(r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|(?-i:_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_])", re.IGNORECASE)  # fmt: skip
 _MODEL = regex(
     r"^(ddp_)?(model|net|network)(_(train|eval|ddp|dp|parallel|without_ddp))*$"
     r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export|unwrap|wrap|compile|update|freeze|convert|train|evaluate|log|reset)"
     r").*_model$"
 )
-_FORWARD = regex(
-    r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step|"
-    r"generate|predict(_(?!step$|proba$)\w+)?|encode(_(image|text))?|decode)$"
-)
+_FORWARD = regex(r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step|"
+                 r"generate|predict(_(?!step$|proba$)\w+)?|encode(_(image|text))?|decode)$")  # fmt: skip
 _LOSS = regex(r"loss\W*$", re.IGNORECASE)
 _SCHEDULES = regex(r"schedule(?!_?free)", re.IGNORECASE)  # an AdamWScheduleFree is an optimizer
 _SCHEDULER = regex(r"sched(?!ule_?free)|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
@@ -354,6 +349,11 @@ class Recogniser:
 
     def _on_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return self._state("save", call, receiver, function)
+
+    def _on_optim_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action(
+            "save_optimizer", optimizer=key_of(argument(call, 1, "optim"))
+        )  # `FSDP.optim_state_dict(model, optimizer)`
 
     def _on_load_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return self._state("load", call, receiver, function)

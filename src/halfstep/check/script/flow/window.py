@@ -183,8 +183,10 @@ def branched(trace: Trace, event: Event) -> list[Guard]:
 
 
 def abandons(script: Script, event: Event) -> bool:
-    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`."""
-    parents = takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node))
+    """Whether gradients are cleared because a window is given up: `if bad: optimizer.zero_grad(); break`, or after an exception."""
+    parents = list(takewhile(lambda n: not isinstance(n, (ast.For, ast.While)), script.above(event.node)))
+    if any(isinstance(n, ast.ExceptHandler) for n in parents):
+        return True
     blocks = [block for n in parents if isinstance(n, ast.If) for block in (n.body, n.orelse)]
     return any(script.statement(event.node) in block and leaves_block(block) for block in blocks)
 

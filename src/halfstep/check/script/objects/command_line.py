@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,6 +143,7 @@ def _may_be(node: ast.expr, name: str) -> bool:
 def stays_here(options: Options) -> bool:
     """Whether the script parses its options and passes the namespace only to its own functions and classes."""
     spaces = _namespaces(options)
+    parsers = _parsers(options)
     own = {n.name for n in options.nodes if isinstance(n, _FUNCTIONS)} | _own_classes(options.nodes)
     # `args=(args,)` of spawn passes it too.
     for node in options.nodes:
@@ -150,7 +151,7 @@ def stays_here(options: Options) -> bool:
             continue
         values = [*node.args, *(k.value for k in node.keywords)]
         values += [e for v in values if isinstance(v, ast.Tuple | ast.List) for e in v.elts]
-        passed = [v for v in values if _name_of(v) in spaces]
+        passed = [v for v in values if _name_of(v) in spaces or _is_parsed(v, parsers)]
         starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
         last = chain(node.func)[-1:]
         is_known = bool(last) and (
@@ -175,26 +176,42 @@ def _asks_by_name(call: ast.Call, name: str) -> bool:
 
 def _namespaces(options: Options) -> set[str]:
     """The variables that have the parsed options: what `parse_args` returns, copies of it, and parameters that get it."""
-    nodes = options.nodes
-    parsers = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and _parses(n)}
+    nodes, parsers = options.nodes, _parsers(options)
     spaces: set[str] = set()
     for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            last = chain(node.value.func)[-1:]
-            if last and (last[0] in {"parse_args", "parse_known_args"} or last[0] in parsers):
-                targets = [
-                    t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
-                ]
-                spaces |= {t.id for t in targets if isinstance(t, ast.Name)}
+        if isinstance(node, ast.Assign) and _is_parsed(node.value, parsers):
+            targets = [
+                t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
+            spaces |= {t.id for t in targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.Call):  # `main(parse_args())`
+            spaces |= {p for p, value in _parameters(options, node) if _is_parsed(value, parsers)}
     before = -1
     while spaces and len(spaces) > before:
         before = len(spaces)
         for node in nodes:
-            if isinstance(node, ast.Assign) and _name_of(node.value) in spaces:
-                spaces |= {name for target in node.targets if (name := _name_of(target))}
+            if isinstance(node, ast.Assign):
+                spaces |= {
+                    name
+                    for target, value in _assigned(node)
+                    if _name_of(value) in spaces and (name := _name_of(target))
+                }
             elif isinstance(node, ast.Call):
                 spaces |= {p for p, value in _parameters(options, node) if _name_of(value) in spaces}
     return spaces
+
+
+def _parsers(options: Options) -> set[str]:
+    """The functions of the file that return the parsed options."""
+    return {n.name for n in options.nodes if isinstance(n, ast.FunctionDef) and _parses(n)}
+
+
+def _is_parsed(value: ast.expr, parsers: set[str]) -> bool:
+    """Whether a value is what `parse_args` or a function around it returns."""
+    func = value.func if isinstance(value, ast.Call) else None
+    if isinstance(func, ast.Attribute) and func.attr in {"parse_args", "parse_known_args"}:
+        return True
+    return isinstance(func, ast.Name | ast.Attribute) and bool(parsers.intersection(chain(func)[-1:]))
 
 
 def _parameters(options: Options, call: ast.Call) -> list[tuple[str, ast.expr]]:
@@ -252,8 +269,8 @@ def _reads_any(options: Options, spaces: set[str]) -> bool:
     """Whether the namespace is stored where other files can read it, or read by a computed name."""
     own = _own_classes(options.nodes)
     for node in options.nodes:
-        if isinstance(node, ast.Assign) and _name_of(node.value) in spaces:
-            for target in node.targets:
+        if isinstance(node, ast.Assign):
+            for target in [target for target, value in _assigned(node) if _name_of(value) in spaces]:
                 # `self.args = args` of a class that extends another one: that one may read it.
                 is_own = isinstance(target, ast.Name) or (
                     bool(_name_of(target)) and _class_around(options, node) in own
@@ -268,9 +285,22 @@ def _reads_any(options: Options, spaces: set[str]) -> bool:
             isinstance(node, ast.Call)
             and last == ("getattr",)
             and not all(isinstance(a, ast.Constant) for a in node.args[1:2])
+            and (
+                not _name_of(node.args[0]) or _name_of(node.args[0]) in spaces
+            )  # `getattr(self, name)` is of another object
         ):
             return True
     return False
+
+
+def _assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment with their values, of `self.args, self.device = args, device` each with its own."""
+    for target in node.targets:
+        parts = (target, node.value)
+        if all(isinstance(part, ast.Tuple) for part in parts):
+            yield from zip(*(getattr(part, "elts", ()) for part in parts), strict=False)
+        else:
+            yield parts
 
 
 def _class_around(options: Options, node: ast.AST) -> str:

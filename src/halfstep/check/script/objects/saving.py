@@ -187,8 +187,10 @@ def entry_of(outline: Outline, node: ast.AST) -> ast.AST | None:
     if isinstance(node, ast.Call) and saves(text_of(node.func).rsplit(".", 1)[-1]):
         return node  # a call that saves the objects it receives
     # deepcopy(optimizer.state_dict()), [o.state_dict() for o in optimizers] and the like still end up in the checkpoint.
-    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp, ast.Tuple, ast.List, *_COMPREHENSIONS)) or (
-        isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
+    while (
+        (isinstance(parent, ast.Attribute) and parent.attr == "copy")
+        or isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp, ast.Tuple, ast.List, *_COMPREHENSIONS))
+        or (isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save"))
     ):
         node, parent = parent, outline.parents.get(parent)
     if isinstance(parent, ast.Dict):

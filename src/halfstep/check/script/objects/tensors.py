@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
+_OF_ALL = {"torch.nn.utils.get_total_norm", "torch._foreach_norm", "torch._foreach_max"}  # of a list of gradients
 _READS = {
     "norm",
     "clamp",
     "vector_norm",
-    "_foreach_norm",
     "nan_to_num",
     "nan_to_num_",
 }  # functions of torch that take a gradient
@@ -47,8 +47,9 @@ SHOWS_GRADIENTS = regex(
 )
 _HISTOGRAMS = {"add_histogram", "Histogram", "histogram"}  # of TensorBoard and W&B
 _PARAMETERS = {"parameters", "named_parameters"}
-_JOINS = {"cat", "concat", "hstack", "stack", "_flatten_dense_tensors", "list", "tuple"}  # tensors into one, or a list
-_SHAPES = {"view", "flatten", "reshape", "ravel", "contiguous", "detach", "float"}
+# Tensors into one, or a list.
+_JOINS = {"cat", "concat", "concatenate", "hstack", "stack", "_flatten_dense_tensors", "list", "tuple"}
+_SHAPES = {"view", "view_as", "flatten", "reshape", "ravel", "contiguous"}
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -67,28 +68,30 @@ _UNSCALED = regex(r"\brandn(_like)?\(|\bnormal(_like)?\(|noise|weight_decay|\bwd
 
 
 def grad_of(node: ast.expr) -> bool:
-    """Whether an expression is the gradient of a parameter."""
+    """Whether an expression is the gradient of a parameter, also in another shape: `p.grad.flatten()`."""
     node = tensor_of(node)
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES:
+        node = tensor_of(node.func.value)
     return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
 def joins_gradients(value: ast.expr) -> bool:
     """Whether a value has all gradients: a list of `p.grad`, or the tensor `torch.cat([p.grad.flatten() for p in params])`."""
-    if isinstance(value, ast.Call) and last_name(key_of(value.func)) in _JOINS and value.args:
-        value = value.args[0]
-    if not isinstance(value, (ast.ListComp, ast.GeneratorExp)):
-        return False
-    element = value.elt
-    while isinstance(element, ast.Call) and isinstance(element.func, ast.Attribute) and element.func.attr in _SHAPES:
-        element = element.func.value
-    return grad_of(element)
+    joined = _joined(value) or value
+    return isinstance(joined, (ast.ListComp, ast.GeneratorExp)) and grad_of(joined.elt)
+
+
+def _joined(value: ast.expr) -> ast.expr | None:
+    """What a call makes one tensor or list of, if it does."""
+    is_join = isinstance(value, ast.Call) and last_name(key_of(value.func)) in _JOINS and value.args
+    return value.args[0] if isinstance(value, ast.Call) and is_join else None
 
 
 def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     """Whether an expression is a gradient, also through a variable: `g = p.grad.detach()`, `for g in grads`."""
     inner = tensor_of(node)
     if not isinstance(inner, ast.Name):
-        return grad_of(inner) or (isinstance(inner, ast.Call) and joins_gradients(inner))
+        return grad_of(inner) or _joins_gradients(outline, inner, function)
     bindings = [b for b in outline.lookup(inner.id, function) if b.function is function]
     if not bindings:
         return any(_are_gradients(outline, source, function) for source in _sources_around(outline, inner))
@@ -97,13 +100,16 @@ def is_gradient(outline: Outline, node: ast.expr, function: Function) -> bool:
     arms = [
         arm for value in values for arm in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
     ]
-    known = [
-        grad_of(arm) or (isinstance(arm, ast.Call) and joins_gradients(arm))
-        for arm in arms
-        if not (isinstance(arm, ast.Constant) and arm.value is None)
-    ]
+    arms = [arm for arm in arms if not (isinstance(arm, ast.Constant) and arm.value is None)]
+    known = [grad_of(arm) or _joins_gradients(outline, arm, function) for arm in arms]
     known += [_are_gradients(outline, loop.iter, function) for loop in loops if isinstance(loop.target, ast.Name)]
     return bool(known) and all(known) and len(values) + len(loops) == len(bindings)
+
+
+def _joins_gradients(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether an expression is one tensor of all gradients, also through a variable for the list of them."""
+    joined = _joined(node)
+    return joined is not None and _are_gradients(outline, joined, function)
 
 
 def _sources_around(outline: Outline, name: ast.Name) -> list[ast.expr]:
@@ -137,10 +143,10 @@ def reads_gradients(outline: Outline, call: ast.Call, function: Function, name: 
         return any(_has_gradients(value) for value in arguments_of(call))
     if last in _HISTOGRAMS:
         return any(is_gradient(outline, value, function) for value in arguments_of(call))
+    if name in _OF_ALL:
+        return bool(call.args) and _are_gradients(outline, call.args[0], function)
     if last in _READS and name.startswith("torch."):
         return bool(call.args) and is_gradient(outline, call.args[0], function)
-    if name == "torch.nn.utils.get_total_norm":
-        return bool(call.args) and _are_gradients(outline, call.args[0], function)
     is_function = isinstance(call.func, ast.Name) or bool(name)
     return is_function and bool(call.args) and bool(_GRAD_NORM.match(last))
 

@@ -30,9 +30,11 @@ def reads_scale(script: Script) -> bool:
 
     Printing the scale is no comparison, and counting the skipped steps does not keep the schedule from advancing.
     """
-    if not {"_scale", "_step_count"}.isdisjoint(script.outline.loads):
+    if "_step_count" in script.outline.loads:
         return True
     calls = [e.node for e in script.events("get_scale")]
+    if "_scale" in script.outline.loads:
+        calls += [n for n in ast.walk(script.tree) if isinstance(n, ast.Attribute) and n.attr == "_scale"]
     alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
     if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
         return True
@@ -49,6 +51,7 @@ def _reads(compared: ast.Compare, keys: set[str]) -> bool:
     """Whether a comparison is with the scale, or with a variable that has its value."""
     return any(
         (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
+        or getattr(n, "attr", "") == "_scale"
         or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
         for n in ast.walk(compared)
     )

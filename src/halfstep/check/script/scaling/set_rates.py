@@ -166,6 +166,10 @@ def _keys(value: ast.expr) -> Iterator[str]:
             continue
         if isinstance(node, ast.Call):
             waiting += arguments_of(node)
+        elif isinstance(node, ast.Subscript):  # `schedule[it]`
+            waiting += [node.value, node.slice]
+            if key_of(node):
+                yield key_of(node)
         elif isinstance(node, ast.expr) and key_of(node):
             yield key_of(node)
         else:

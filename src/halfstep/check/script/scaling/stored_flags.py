@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import Autocast, Scaler, constant
 from halfstep.check.script.script import Script
@@ -16,7 +17,7 @@ from halfstep.check.script.syntax.outline import Binding, Function
 from halfstep.check.script.syntax.shown import is_only_shown
 from halfstep.check.script.syntax.unread import inherits, is_setting
 
-__all__ = ["powerless_flags", "shadowed_flags"]
+__all__ = ["idle_flags", "powerless_flags", "shadowed_flags"]
 
 # What may compute in 16 bits, and what of another file may do that for a training loop.
 _SIXTEEN = regex(r"autocast|half\(|float16|bf16\b|Accelerator|deepspeed|apex|Fabric|GradScaler")
@@ -75,6 +76,38 @@ def _is_left(script: Script, binding: Binding, name: str, uses: Collection[ast.A
         if is_named or (isinstance(node, ast.Name) and node.id == "self" and node not in owners):
             return False
     return True
+
+
+def idle_flags(script: Script, flags: re.Pattern[str], read: Collection[str]) -> Iterator[tuple[ast.AST, str, str]]:
+    """Flags that a class stores and nothing reads, next to a scaler or an autocast region of its own that is always on."""
+    outline = script.outline
+    switches = [(s.function.cls, s.enabled, "the scaler is always enabled") for s in script.scalers]
+    classes = {call: function.cls for call, function in outline.calls.get("autocast", ())}
+    for region in script.autocasts:
+        if not in_no_grad(script, region.node):
+            is_on = region.enabled == "yes" and not conditions_of(outline, region.node)
+            switches.append((classes.get(region.node, ""), "yes" if is_on else "", "autocast is always on"))
+    for key, bindings in outline.bindings.items() if switches else ():
+        name = key.removeprefix("self.")
+        if name == key or name in read or not flags.search(name) or len(bindings) != 1:
+            continue
+        if len(re.findall(rf"\.{name}\b", script.source.text)) > 1:
+            continue  # by the text: the tree has the default of the parameter in the place of the attribute
+        function = bindings[0].function
+        own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
+        is_always = {enabled for enabled, _ in own} == {"yes"}
+        if is_always and not inherits(outline, function.cls) and _is_parameter(function, bindings[0].value):
+            yield bindings[0].node, key, own[0][1]
+
+
+def _is_parameter(function: Function, value: ast.expr | None) -> bool:
+    """Whether a value is a parameter that its function has no other use of, or a condition on one: `use_amp and is_cuda`."""
+    if not isinstance(value, ast.Name | ast.BoolOp | ast.Call):
+        return False
+    named = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} & set(function.params)
+    uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id in named]
+    is_flag = isinstance(value, ast.Name | ast.BoolOp) or (isinstance(value.func, ast.Name) and value.func.id == "bool")
+    return is_flag and len(named) == len(uses) == 1
 
 
 def shadowed_flags(

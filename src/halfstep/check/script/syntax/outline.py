@@ -181,7 +181,7 @@ class Outline:
         target = self._named(func, function)
         if target is None and isinstance(func, ast.Attribute):
             target = self._method_of(key_of(func.value), func.attr, function)
-        if target is None and "scal" not in name.lower():  # what is called a scaler may do all of a step
+        if target is None:
             target = self._method_of(key_of(func), "__call__", function)
         return target
 

@@ -21,11 +21,13 @@ __all__ = [
     "mentions",
     "read_names",
     "reads_by_name",
+    "training_functions",
     "unread_argument",
     "unread_parameters",
 ]
 
 _DTYPE = regex(r"(torch_|model_)?dtype")
+MAX_FUNCTIONS = 200  # followed from the calls of `backward` and `step` upwards
 _READS_FILE = {"read", "readline", "read_text"}
 _OPENS_FILE = {"open", "readlines"}
 
@@ -180,11 +182,29 @@ def _is_named(text: str, function: Function, name: str) -> bool:
     return any(re.search(rf"(?<!\.)\b{name}\b(?!\s*=[^=])", line.partition("#")[0]) for line in lines)
 
 
-def unread_argument(outline: Outline, text: str, function: Function, name: str) -> ast.arg | None:
-    """The parameter of a function that trains, which only other files call, if no function of this one reads its name."""
-    methods = {method for method in ("backward", "step") for _, f in outline.calls.get(method, ()) if f is function}
+def training_functions(outline: Outline) -> set[Function]:
+    """The functions that run a backward pass and a step, themselves or through other functions of the file."""
+    return _reaching(outline, "backward") & _reaching(outline, "step")
+
+
+def _reaching(outline: Outline, method: str) -> set[Function]:
+    functions = {function for _, function in outline.calls.get(method, ())}
+    waiting = list(functions)
+    while waiting and len(functions) < MAX_FUNCTIONS:
+        function = waiting.pop()
+        for call, caller in outline.calls.get(function.name, ()):
+            if caller not in functions and outline.call_target(call, caller) is function:
+                functions.add(caller)
+                waiting.append(caller)
+    return functions
+
+
+def unread_argument(
+    outline: Outline, text: str, function: Function, name: str, training: Collection[Function]
+) -> ast.arg | None:
+    """The parameter of one of the functions that train, which only other files call, if no function of this one reads its name."""
     is_nested = function.parent is not None and not isinstance(function.parent.node, ast.Module)
-    if len(methods) < 2 or is_nested or function.name in outline.loads or isinstance(function.node, ast.Module):
+    if isinstance(function.node, ast.Module) or is_nested or function.name in outline.loads or function not in training:
         return None
     # Another function that reads it: the two may share a signature.
     if not all(is_unread(text, other, name) for other in outline.functions if name in other.params):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from halfstep.check.regex import regex
@@ -25,7 +25,28 @@ _SETTINGS = regex(
 )
 _STEPS = regex(r"clip_|accum|(train|optim\w*)_(step|batch|epoch|one|loop)|^(train|fit)$", re.IGNORECASE)
 _COMMANDS = {"command", "option", "argument", "pass_context"}  # decorators of click and typer
-_WHOLE = {"asdict", "astuple", "vars", "__dict__"}
+_WHOLE = {"asdict", "astuple", "vars", "__dict__", "model_dump"}
+_MODELS = {"BaseModel", "BaseSettings", "NamedTuple"}  # of pydantic and typing: they declare fields as a dataclass does
+_FORMAT = regex(r"((torch|amp|train|training|compute|mixed|autocast)_)?(dtype|precision)")
+_NAMED = regex(r"(b?fp?|b?float)(16|32)|half|no|none|(16|32)(-mixed|-true)?|b?f(p?)16-mixed")
+_USES = {
+    "print",
+    "pprint",
+    "str",
+    "repr",
+    "info",
+    "debug",
+    "log",
+    "isinstance",
+    "save",
+    "deepcopy",
+    "replace",
+    "len",
+    "cli",
+    "store",
+    "structured",
+    "HfArgumentParser",
+}  # what shows settings or fills them
 # The limit of the gradient norm, and the number of micro-batches of a step.
 _CLIP = regex(
     r"(use_|enable_)?((max_)?grad(ient)?s?_?(norm_)?(clip|clipping|max)(_(max_)?(norm|val|value|threshold))?"
@@ -46,10 +67,15 @@ class Settings:
     field: re.Pattern[str]
     flag: re.Pattern[str]
     has_steps: bool
+    has_formats: bool = (
+        False  # whether it computes in 16 bits itself, so that a format that is not read is not the one of the run
+    )
 
     def use_of_field(self, name: str, value: ast.expr | None) -> str:
         """What should use a field or a key of this name; empty for one of something else."""
-        return _PRECISION_USE if self.field.fullmatch(name.lower()) else self.use_in_step(name, value)
+        if self.field.fullmatch(name.lower()) or (self.has_formats and _is_format(name, value)):
+            return _PRECISION_USE
+        return self.use_in_step(name, value)
 
     def use_in_step(self, name: str, value: ast.expr | None) -> str:
         """What should use a limit of the gradients, or a number of micro-batches; empty where its value asks for neither."""
@@ -68,8 +94,10 @@ def unread_settings(outline: Outline, tree: ast.Module, text: str, settings: Set
     named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Dict | ast.Assign)]
     if named:
         read = read_names(nodes)
-        if settings.has_steps and _passes_on(outline):
+        if settings.has_steps and _passes_on(outline, _STEPS):
             settings = replace(settings, has_steps=False)
+        if settings.has_formats and _shares(outline, nodes):
+            settings = replace(settings, has_formats=False)
         yield from _fields(outline, tree, text, settings, read)
         yield from _keys(tree, text, settings)
     yield from _constants(outline, tree, text, settings)
@@ -81,9 +109,9 @@ def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, r
     if outline.calls.keys() & _WHOLE or ".__dict__" in text or _reads_any(outline):
         return
     for node in all_statements(tree):
-        if not isinstance(node, ast.ClassDef) or node.bases:
+        if not isinstance(node, ast.ClassDef) or not set(map(last_of, node.bases)) <= _MODELS:
             continue
-        is_dataclass = "dataclass" in map(last_of, node.decorator_list)
+        is_dataclass = bool(node.bases) or "dataclass" in map(last_of, node.decorator_list)
         if not is_dataclass and not (_SETTINGS.search(node.name) and all(map(_is_setting, node.body))):
             continue
         fields = {name: s for s in node.body for name in _assigned(s)}
@@ -99,14 +127,38 @@ def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, r
                 yield statement, what, use
 
 
-def _passes_on(outline: Outline) -> bool:
-    """Whether a function of another file that clips or steps gets the settings as a whole: `clip_gradients(model, config)`."""
+def _is_format(name: str, value: ast.expr | None) -> bool:
+    """Whether a field names a number format: `dtype: str = "bfloat16"`, `precision: str = Field("fp16")`."""
+    if isinstance(value, ast.Call):
+        value = next((v for v in (*value.args[:1], *(k.value for k in value.keywords if k.arg == "default"))), None)
+    text = value.value if isinstance(value, ast.Constant) else None
+    return bool(_FORMAT.fullmatch(name.lower()) and isinstance(text, str) and _NAMED.fullmatch(text.lower()))
+
+
+def _passes_on(outline: Outline, names: re.Pattern[str]) -> bool:
+    """Whether a function of another file, one that clips or steps, gets the settings as a whole: `clip_gradients(model, config)`."""
     for name, sites in outline.calls.items():
-        for call, function in sites if _STEPS.search(name) else ():
+        for call, function in sites if names.search(name) else ():
             values = [*call.args, *(k.value for k in call.keywords)]
             is_passed = any(isinstance(v, ast.Name | ast.Attribute) and _SETTINGS.search(last_of(v)) for v in values)
             if is_passed and outline.call_target(call, function) is None:
                 return True
+    return False
+
+
+def _shares(outline: Outline, nodes: Collection[ast.AST]) -> bool:
+    """Whether a function or class of another file gets the settings as a whole: `Transformer(config)`."""
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    # `scaler.step(opt)` and `clip_grad_norm_(params, 1.0)` are about the optimizer and its weights.
+    others = {"params"} | {
+        last_of(c.func.value) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "zero_grad"
+    }
+    own = {function.name for function in outline.functions} | outline.classes.keys() | _USES
+    for call in calls:
+        values = [] if last_of(call.func) in own else [*call.args, *(k.value for k in call.keywords)]
+        named = {last_of(v) for v in values if isinstance(v, ast.Name | ast.Attribute)} - others
+        if any(map(_SETTINGS.search, named)):
+            return True
     return False
 
 
@@ -165,7 +217,9 @@ def _constants(outline: Outline, tree: ast.Module, text: str, settings: Settings
             continue
         for name in _assigned(statement):
             is_switch = isinstance(value.value, bool) and settings.flag.fullmatch(name.lower())
-            use = _PRECISION_USE if is_switch else settings.use_in_step(name, value)
+            # `MAX_NORM` is the limit of the gradients in a script; a field or an option may be that of an embedding.
+            step_name = "max_grad_norm" if name.lower() == "max_norm" else name
+            use = _PRECISION_USE if is_switch else settings.use_in_step(step_name, value)
             if use and len(re.findall(rf"\b{name}\b", text)) == 1:
                 yield statement, f"`{name}` is assigned and never read", use
 
