@@ -10,7 +10,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_of_untrained"]
+__all__ = ["is_of_untrained", "is_trained"]
 
 _MAX_TRAINERS = 12
 
@@ -20,6 +20,12 @@ def is_of_untrained(script: Script, call: ast.Call, function: Function) -> bool:
     own = _loads_with(script, call, function)
     trained = _trained_loads(script)
     return bool(own) and bool(trained) and all(loads and not own & loads for loads in trained)
+
+
+def is_trained(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a Trainer certainly gets a model that is loaded with this configuration."""
+    own = _loads_with(script, call, function)
+    return any(loads and loads <= own for loads in _trained_loads(script))
 
 
 def _loads_with(script: Script, call: ast.Call, function: Function) -> set[ast.Call]:

@@ -1,0 +1,112 @@
+"""HS613: quantized models that a Trainer gets without adapters."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.exercise import is_exercise
+from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.trainers import is_trainer
+from halfstep.check.script.objects.values import constant
+from halfstep.check.script.quantized_loads import is_trained
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_TRAINED = """\
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized, dtype=torch.bfloat16)
+{adapt}trainer = Trainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=data)
+trainer.train()
+"""
+_TRL = """\
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_quantization_config{names}
+
+args, options = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config()
+quantized = get_quantization_config(options)
+if quantized is not None:
+    args.model_init_kwargs["quantization_config"] = quantized
+GRPOTrainer(options.model_name_or_path, args=args, reward_funcs=[reward], train_dataset=data{adapt}).train()
+"""
+# What may attach adapters, in this file or in another one that is named so; or quantizes for training in 8 bits.
+_ADAPTS = regex(r"peft|lora|adapter|unsloth|\bia3|qat\b", re.IGNORECASE)
+_BITS = ("load_in_4bit", "load_in_8bit")
+
+
+class QuantizedWithoutAdapter(ScriptRule):
+    """A Trainer gets a model whose weights are quantized, and no adapters."""
+
+    code = "HS613"
+    name = "quantized-without-adapter"
+    severity = "error"
+    reason = (
+        "Weights that bitsandbytes stores in 4 or 8 bits have no gradients. The Trainer of transformers, and those of TRL, raise ValueError "
+        "when they are created with such a model, unless it has trainable adapters: pass `peft_config=`, or wrap the model with "
+        "`get_peft_model`."
+    )
+    bad = (_TRAINED.format(adapt=""), _TRL.format(names="", adapt=""))
+    good = (
+        _TRAINED.format(adapt="model = get_peft_model(model, LoraConfig(r=8))\n"),
+        _TRL.format(names=", get_peft_config", adapt=", peft_config=get_peft_config(options)"),
+    )
+    references = (
+        "https://huggingface.co/docs/transformers/peft",
+        "measured: source code of transformers 5.17, trainer_utils.py",
+    )
+    words = ("BitsAndBytesConfig", "get_quantization_config")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Quantizations of a model that a Trainer trains, in files that mention no adapters but in comments."""
+        outline = script.outline
+        trainers = [site for name, sites in outline.calls.items() if is_trainer(outline, name) for site in sites]
+        if is_exercise(script) or not trainers or "train" not in outline.calls or _mentions_adapters(script):
+            return
+        if any(keyword.arg is None for site in trainers for keyword in site.call.keywords):
+            return  # `Trainer(**options)`
+        for call, function in outline.calls.get("BitsAndBytesConfig", ()):
+            if _quantizes(script, call, function) and is_trained(script, call, function):
+                yield self._report(script, call, "")
+        for call, _ in outline.calls.get("get_quantization_config", ()):
+            yield self._report(script, call, "when an option quantizes the model, ")
+
+    def _report(self, script: Script, call: ast.Call, when: str) -> Finding:
+        return self.finding(
+            script.where(call),
+            f"{when}the Trainer raises ValueError: the model is quantized and has no adapters",
+            instead="peft_config=LoraConfig(...) for TRL's Trainers, or model = get_peft_model(model, LoraConfig(...))",
+        )
+
+
+def _quantizes(script: Script, call: ast.Call, function: Function) -> bool:
+    return any(constant(keyword_of(script.outline, call, function, name)) is True for name in _BITS)
+
+
+def _mentions_adapters(script: Script) -> bool:
+    """Whether a name or a string of the code may be about adapters."""
+    for node in all_nodes(script.tree):
+        names: list[str] = []
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)) | ast.arg(arg=name):
+                names = [name]
+            case ast.Constant(value=str(text)):
+                names = [text]
+            case ast.ImportFrom(module=module, names=aliases):
+                names = [module or "", *(alias.name for alias in aliases)]
+            case ast.Import(names=aliases):
+                names = [alias.name for alias in aliases]
+        if any(map(_ADAPTS.search, names)):
+            return True
+    return False
+
+
+RULES: tuple[type[Rule], ...] = (QuantizedWithoutAdapter,)
