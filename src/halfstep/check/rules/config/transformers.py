@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.flags import PAIRS, offered, on_by_itself
-from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.named_models import model_names
+from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import needs_sharding, trained_dtype
 from halfstep.check.config.text_flags import FALSE_TEXTS
 from halfstep.check.finding import Finding
