@@ -39,9 +39,9 @@ for x, y in loader:
 """
 _NONE: frozenset[str] = frozenset()
 _NORMS = {"pow", "square", "abs"}
-_OF_LOSS = regex(r"(^|[._])(loss|mse|mae)")
+_OF_LOSS = regex(r"(^|[._])loss")
 _OF_ERROR = regex(r"(huber|mse|l1|l2)(_loss)?$")  # functions of the script's own
-_TARGET = regex(r"(^|[._])(y|gt|targets?|labels?|truth|returns?|y_true|noise|rewards?)($|[_\d])")
+_TARGET = regex(r"(^|[._])(y|gt|targets?|labels?|truth|returns?|y_true|rewards?)($|[_\d])")
 _CASTS = {"to", "half", "bfloat16", "float", "type"}
 
 
