@@ -196,3 +196,23 @@ def test_an_option_and_the_hardware_decide(flag, expected):
     """On one machine the option still chooses between the two runs; what the hardware alone decides stays the same."""
     text = resumed(enabled="use_amp").replace("    scaler = torch", f"    use_amp = {flag}\n    scaler = torch", 1)
     assert lines(text, "HS601") == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "saved", "expected"),
+    [
+        ("self.amp and self.dtype == 'float16'", "self.amp", [18]),
+        ("self.amp and self.dtype == torch.float16", "self.amp and scaler is not None", [18]),
+        ("self.amp and self.dtype == 'fp16' and torch.cuda.is_available()", "self.amp", [18]),
+        ("self.amp and self.dtype == 'float16'", "self.amp and self.dtype == 'float16'", []),
+        ("self.amp and self.dtype == 'float16'", "self.amp and scaler.is_enabled()", []),
+        ("self.amp and self.dtype == 'float16'", "self.use_scaler", []),
+        ("self.amp and self.dtype != 'float32'", "self.amp", []),
+        ("self.amp", "self.amp", []),
+    ],
+)
+def test_a_state_is_saved_with_mixed_precision_in_either_format(flag, saved, expected):
+    """In bfloat16 the scaler is off, so what is saved whenever mixed precision is on may be empty."""
+    text = parts(saved=saved).replace('self.use_amp = config["train"]["amp"]', "self.amp, self.dtype = config")
+    text = text.replace("enabled=self.use_amp)\n\n", f"enabled={flag})\n\n").replace("self.use_amp", "self.amp")
+    assert lines(text, "HS601") == expected

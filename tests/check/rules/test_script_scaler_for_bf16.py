@@ -47,7 +47,7 @@ def test_the_flag_of_the_scaler_chooses_bfloat16(options):
     "options",
     [
         {"dtype": "torch.float32 if self.fp32 else torch.float16"},
-        {"enabled": "device.type == 'cuda'", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
+        {"enabled": "device.type == 'cuda' and other", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
         {"enabled": "other", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
         {"enabled": "fp32", "dtype": "torch.float32 if self.fp32 else torch.bfloat16"},
         {"before": STATEMENT.format(test="self.fp32", yes="bfloat16", no="float32")},
@@ -181,3 +181,36 @@ def test_a_scaler_that_a_setting_enables_beside_bfloat16(options):
 def test_a_scaler_whose_setting_the_region_follows(options):
     """The region has the dtype that the scaler asks for, or the scaler has a switch of its own."""
     assert asked(**options) == []
+
+
+PASSED = """\
+import torch
+def run_epoch(model, loader, optimizer, scaler, device, dtype):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast(device_type=device.type, dtype=dtype):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def main(cfg, model, loader, optimizer):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.{low} if cfg["dtype"] == "{low}" else torch.float32
+    scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+    run_epoch(model, loader, optimizer, scaler, device, dtype)
+"""
+ON_CUDA = "device.type == 'cuda'"
+
+
+@pytest.mark.parametrize("enabled", [ON_CUDA, "torch.cuda.is_available()", "True"])
+def test_a_scaler_on_cuda_whose_loops_get_bfloat16_or_float32(enabled):
+    """A scaler of this file is used only with the dtypes that this file passes next to it, and none of them is float16."""
+    assert [f.line for f in findings(PASSED.format(low="bfloat16", enabled=enabled), "HS120")] == [14]
+
+
+@pytest.mark.parametrize("options", [{"low": "float16"}, {"enabled": "device.type == 'cuda' and cfg['scale']"}])
+def test_a_scaler_on_cuda_that_may_be_for_float16(options):
+    """With float16 among the dtypes, or a flag of its own, nothing is known."""
+    text = PASSED.format(**{"low": "bfloat16", "enabled": ON_CUDA, **options})
+    assert findings(text, "HS120") == []

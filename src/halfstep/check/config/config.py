@@ -42,6 +42,7 @@ class Config:
     strict: bool = True  # every key belongs to this tool; False where another program's keys are mixed in
     script: frozenset[str] = frozenset()  # what else the script uses, for rules that need to know
     assembled: bool = False  # other statements of the script changed it, so an edit may not fit
+    document: Node | None = None  # the whole file, of which `root` may be a section
 
     def entry(self, *path: str) -> Entry | None:
         """The entry at a path of keys, or None if it is absent."""
@@ -123,7 +124,7 @@ def read_configs(source: Source, settings: Settings) -> tuple[Config, ...]:
     package = _PACKAGE.search(source.text)
     name = package.group(1).rpartition(".")[2] if package else PurePath(source.path).parent.name
     return tuple(
-        Config(match.kind, match.block, source, settings, strict=match.strict)
+        Config(match.kind, match.block, source, settings, strict=match.strict, document=root)
         for root in roots
         for match in kind.find_configs(root, name)
     )

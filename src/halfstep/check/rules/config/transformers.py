@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.flags import PAIRS, offered, on_by_itself
+from halfstep.check.config.named_models import model_names
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import needs_sharding, trained_dtype
 from halfstep.check.config.text_flags import FALSE_TEXTS
@@ -251,8 +252,7 @@ class OverflowingModelConfigured(TrainerRule):
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report fp16 next to the name of such a model."""
         entry = config.entry("fp16")
-        names = (config.value(key) for key in ("model_name_or_path", "model_name", "model_id", "model"))
-        model = next((name for name in names if isinstance(name, str) and OVERFLOWING.search(name)), None)
+        model = next((name for name in model_names(config) if OVERFLOWING.search(name)), None)
         if entry and config.value("fp16") is True and model:
             message = f"{model} has activations above 65504, which fp16 turns into inf: the loss becomes NaN."
             yield self.finding(config.where(entry), message, instead="Use `bf16: true`, or fp32 on a GPU without it.")

@@ -27,6 +27,7 @@ from halfstep.check.script.objects.values import (
 )
 from halfstep.check.script.scaling.bf16_regions import (
     arm_with_bf16,
+    dtypes_here,
     is_documented,
     is_low_with,
     names_bf16,
@@ -118,7 +119,7 @@ class ScalerWithBf16(ScriptRule):
                 certain.append(scaler)
                 yield self.finding(
                     script.where(scaler.node),
-                    f"{_enabled_when(scaler)} computes in bfloat16, which has the range of float32: it only costs time and skips steps",
+                    f"{_enabled_when(script, scaler)} computes in bfloat16, which has the range of float32: it only costs time and skips steps",
                     instead="remove the scaler: loss.backward(), optimizer.step()",
                 )
         reported = {scaler.key for scaler in certain}
@@ -181,12 +182,13 @@ class ScalerWithBf16(ScriptRule):
     def _without_float16(script: Script) -> Iterator[Scaler]:
         """Scalers with the flag that chooses between bfloat16 and float32: `dtype = torch.bfloat16 if use_amp else torch.float32`."""
         regions = [a for a in script.autocasts if a.enabled != "no"]
-        if not regions or not all(a.dtypes == {"bfloat16", "float32"} for a in regions):
+        if not regions or not all(dtypes_here(script, a) == {"bfloat16", "float32"} for a in regions):
             return
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
         for scaler in script.scalers:
             creation = _creation(script, scaler)
-            is_always = scaler.enabled == "yes" and creation is not None and not any(map(is_amp, creation.guards))
+            on_cuda = scaler.enabled == "yes" or is_always_on_cuda(script, scaler)
+            is_always = on_cuda and creation is not None and not any(map(is_amp, creation.guards))
             is_low = is_always or all(is_low_with(script, region, scaler) for region in regions)
             if is_low and scaler.key.rsplit(".", 1)[-1] in stepped:
                 yield scaler
@@ -317,9 +319,10 @@ def _low_dtype(script: Script, scaler: Scaler) -> str:
     return match[1] if "bfloat16" in formats_of(script.outline, node, scaler.function) else ""
 
 
-def _enabled_when(scaler: Scaler) -> str:
-    if scaler.enabled == "yes":
-        return "the scaler is always enabled, and autocast, where it is not float32,"
+def _enabled_when(script: Script, scaler: Scaler) -> str:
+    if scaler.enabled == "yes" or is_always_on_cuda(script, scaler):
+        always = "always enabled" if scaler.enabled == "yes" else "enabled on CUDA"
+        return f"the scaler is {always}, and autocast, where it is not float32,"
     return f"the scaler is enabled when `{scaler.enabled}`, and autocast then"
 
 

@@ -26,6 +26,7 @@ _CHECKPOINT = r"\w*(ckpt|checkpoint|ckp|resume|state|saved)\w*"
 _SETTINGS = regex(
     rf"(args|cfg|conf|config|hparams|opts?)\b.*=.*\b{_CHECKPOINT}(\[|\.get\()|\b{_CHECKPOINT}\[['\"](args|cfg|config|opt)['\"]\]\."
 )
+_FLOAT16 = regex(r" (==|is) .*(?<!b)(float16|fp16|half)\b")
 _OF_HARDWARE = regex(r"is_available|is_bf16_supported|capability|device|cuda")
 _RESUME = """\
 import torch
@@ -72,12 +73,14 @@ class EmptyScalerState(ScriptRule):
         loads = once(script.events("load_scaler"))
         if not loads or _takes_settings(script):
             return
-        saved = [e for e in once(script.events("save_scaler")) if not _is_of_amp(script, e)]
+        saved = once(script.events("save_scaler"))
         for load in loads:
             scalers = scalers_at(script, load)
             if len(scalers) != 1 or not _is_optional(script, scalers[0]) or _is_checked(script, load):
                 continue
             own = [e for e in saved if last_name(e.scaler) == last_name(load.scaler)]
+            switches = _without_format(script, scalers[0])
+            own = [e for e in own if not _is_of_amp(script, e, switches)]
             if not own or not _is_same_entry(script, load, own):
                 continue
             state = text_of(argument(load.node, 0, "state_dict") if isinstance(load.node, ast.Call) else None)
@@ -89,12 +92,20 @@ class EmptyScalerState(ScriptRule):
             )
 
 
-def _is_of_amp(script: Script, event: Event) -> bool:
-    """Whether a state is saved only with mixed precision. That the scaler is there, or is to be saved, does not ask for that."""
+def _without_format(script: Script, scaler: Scaler) -> set[str]:
+    """The parts of a scaler's flag that leave its format open: `cfg.amp` of `cfg.amp and cfg.dtype == "float16"`."""
+    tests = list(_tests(script, scaler))
+    formats = [t for t in tests if isinstance(t, ast.Compare) and _FLOAT16.search(text_of(t))]
+    return {text_of(t) for t in tests if t not in formats} if formats else set()
+
+
+def _is_of_amp(script: Script, event: Event, switches: set[str]) -> bool:
+    """Whether a state is saved only with a scaler that is on; not if all asked is that it exists, or `switches`, with bfloat16 too."""
     keys = "|".join(re.escape(key) for key in {event.scaler, event.local.scaler, last_name(event.scaler)})
     aside = re.compile(rf"(?<![\w.])({keys})( is not None)?(?![\w.(\[])|\b[\w.]*save_?\w*")
     guards = (*event.guards, *conditions_of(script.outline, event.node))
-    return any(is_amp((aside.sub("", text), is_true)) for text, is_true in guards)
+    asked = {part for text, _ in guards for part in text.partition("#")[0].split(" and ")} - switches
+    return any(is_amp((aside.sub("", text), True)) for text in asked)
 
 
 def _takes_settings(script: Script) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.logit_formats import logit_formats
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, cast_formats
-from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.values import argument, text_of
+from halfstep.check.script.objects.outputs import in_no_grad, leaves_autocast
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
-from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES"]
 
@@ -37,7 +38,20 @@ for x, y in loader:
     optimizer.step()
 """
 _NONE: frozenset[str] = frozenset()
+_NORMS = {"pow", "square", "abs"}
+_OF_LOSS = regex(r"(^|[._])loss")
+_OF_ERROR = regex(r"(huber|mse|l1|l2)(_loss)?$")  # functions of the script's own
+_TARGET = regex(r"(^|[._])(y|gt|targets?|labels?|truth|returns?|y_true|rewards?)($|[_\d])")
 _CASTS = {"to", "half", "bfloat16", "float", "type"}
+
+
+class Loss(NamedTuple):
+    """A regression loss or the difference that it is computed from, with its two sides."""
+
+    node: ast.expr
+    out: ast.expr
+    target: ast.expr
+    function: Function
 
 
 class RoundedTargets(ScriptRule):
@@ -68,48 +82,111 @@ class RoundedTargets(ScriptRule):
     lines = _LOSSES
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls of a regression loss in training whose target is a cast to 16 bits."""
+        """Regression losses in training whose target is a cast to 16 bits."""
         if not script.has("backward", "owned_backward"):
             return
-        for call, function in _regressions(script):
-            out, target = argument(call, 0, "input"), argument(call, 1, "target")
-            formats = _cast_of(script, target, function, call.lineno)
-            if out is not None and target is not None and formats and not in_no_grad(script, call):
-                name = " or ".join(sorted(formats))
-                bits = min(_BITS[f] for f in formats)
-                effect = f"`{_base(target)}` is rounded to {name} for this loss, which leaves {bits} significant bits of the target"
-                if _cast_of(script, out, function, call.lineno):
-                    effect = (
-                        f"`{_base(out)}` and `{_base(target)}` are rounded to {name} for this loss: residuals below {bits} significant bits are zero, "
-                        "and so are their gradients"
-                    )
-                yield self.finding(
-                    script.where(call),
-                    effect,
-                    instead=f"{text_of(call.func)}({_base(out)}.float(), {_base(target)}.float())",
+        for node, out, target, function in (*_regressions(script), *_written_out(script)):
+            line = getattr(node, "lineno", 0)
+            formats = _cast_of(script, target, function, line)
+            if not formats or in_no_grad(script, node):
+                continue
+            low = formats & SIXTEEN_BIT
+            name = " or ".join(sorted(low))
+            bits = min(_BITS[f] for f in low)
+            when = "" if formats <= SIXTEEN_BIT else f"where `{_chosen(target)}` is {name}, "
+            effect = f"{when}`{_base(target)}` is rounded to {name} for this loss, which leaves {bits} significant bits of the target"
+            if _cast_of(script, out, function, line):
+                effect = (
+                    f"{when}`{_base(out)}` and `{_base(target)}` are rounded to {name} for this loss: residuals below {bits} significant bits are zero, "
+                    "and so are their gradients"
                 )
+            instead = f"{_base(out)}.float() - {_base(target)}.float()"
+            if isinstance(node, ast.Call):
+                instead = f"{text_of(node.func)}({_base(out)}.float(), {_base(target)}.float())"
+            yield self.finding(script.where(node), effect, instead=instead)
 
 
-def _regressions(script: Script) -> Iterator[CallSite]:
+def _regressions(script: Script) -> Iterator[Loss]:
     """The calls of a regression loss of torch, each with its function."""
     outline = script.outline
-    for site in [site for name, sites in outline.calls.items() if _LOSS.search(name) for site in sites]:
-        key = key_of(site.call.func)
-        values = outline.values(key, site.function) if key else []
+    for call, function in [site for name, sites in outline.calls.items() if _LOSS.search(name) for site in sites]:
+        key = key_of(call.func)
+        values = outline.values(key, function) if key else []
         names = {outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in values}
-        if (names or {outline.names.full(site.call.func)}) <= _REGRESSIONS:
-            yield site
+        out, target = argument(call, 0, "input"), argument(call, 1, "target")
+        is_regression = (names or {outline.names.full(call.func)}) <= _REGRESSIONS
+        if is_regression and out is not None and target is not None:
+            yield Loss(call, out, target, function)
+
+
+def _written_out(script: Script) -> Iterator[Loss]:
+    """The losses that a script computes itself from a difference: `loss = ((out - y) ** 2).mean()`, `value_loss = huber(error)`."""
+    bound = [b for name, bindings in script.outline.bindings.items() if _OF_LOSS.search(name) for b in bindings]
+    reported = set()
+    for binding in bound:
+        for node in ast.walk(binding.value) if binding.value is not None else ():
+            inner = _of_error(node)
+            if isinstance(inner, ast.Name):
+                errors = latest(script.outline, inner.id, binding.function, inner.lineno)
+                inner = errors[0].value if len(errors) == 1 and errors[0].index is None else None
+            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
+                casts = [_cast_of(script, side, binding.function, inner.lineno) for side in (inner.left, inner.right)]
+                named = [bool(_TARGET.search(_base(side))) for side in (inner.left, inner.right)]
+                out, target = (inner.right, inner.left) if named[0] else (inner.left, inner.right)
+                key = (binding.function, text_of(target))
+                if (all(casts) or named in ([True, False], [False, True])) and key not in reported:
+                    reported.add(key)
+                    yield Loss(inner, out, target, binding.function)
+
+
+def _of_error(node: ast.AST) -> ast.expr | None:
+    """The difference of which an expression is a square, an absolute value or a loss of one argument."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return node.left if constant(node.right) == 2 else None
+    if not isinstance(node, ast.Call):
+        return None
+    name = last_name(text_of(node.func))
+    if name in _NORMS and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.BinOp | ast.Name):
+        is_method = key_of(node.func.value) != "torch"
+        return node.func.value if is_method else node.args[0] if node.args else None
+    return node.args[0] if _OF_ERROR.search(name) and node.args else None
 
 
 def _cast_of(script: Script, node: ast.expr | None, function: Function, line: int) -> frozenset[str]:
-    """The 16-bit formats that a cast gives a value, at the loss or in the assignment before it; empty if another one is possible."""
+    """The formats that a cast gives a value, at the loss or in the assignment before it; empty if none or another one is possible.
+
+    The dtype of a cast at the loss may be a choice between a 16-bit format and float32.
+    """
     if isinstance(node, ast.Call):
-        formats = cast_formats(script.outline, node, function)
-        return formats if formats <= SIXTEEN_BIT else _NONE
+        formats = _formats_of_cast(script, node, function)
+        allowed = SIXTEEN_BIT | {"float32"} if line else SIXTEEN_BIT
+        return formats if formats & SIXTEEN_BIT and formats <= allowed else _NONE
     bindings = latest(script.outline, key_of(node), function, line) if isinstance(node, ast.Name) else []
     values = [_element(binding.value, binding.index) for binding in bindings]
     parts = [_cast_of(script, v, function, 0) if isinstance(v, ast.Call) else _NONE for v in values]
     return frozenset().union(*parts) if parts and all(parts) else _NONE
+
+
+def _formats_of_cast(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
+    """The formats of a cast, also of `y.to(out.dtype)` where the text decides what a model returns."""
+    formats = cast_formats(script.outline, call, function)
+    dtype = _chosen_of(call)
+    if formats or not isinstance(dtype, ast.Attribute) or dtype.attr != "dtype":
+        return formats
+    formats = logit_formats(script, dtype.value, function, call.lineno)
+    left = leaves_autocast(script, dtype.value, function, call.lineno) if not formats else None
+    return left.formats if left is not None and left.is_certain else formats
+
+
+def _chosen_of(call: ast.Call) -> ast.expr | None:
+    """The last argument of a cast: its dtype."""
+    is_cast = isinstance(call.func, ast.Attribute) and call.func.attr in {"to", "type"}
+    named = argument(call, None, "dtype")
+    return named if named is not None else call.args[-1] if is_cast and call.args else None
+
+
+def _chosen(node: ast.expr | None) -> str:
+    return text_of(_chosen_of(node)) if isinstance(node, ast.Call) else ""
 
 
 def _element(value: ast.expr | None, index: int | None) -> ast.expr | None:

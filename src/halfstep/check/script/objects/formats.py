@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import (
     compared_formats,
     field_defaults,
@@ -20,7 +21,7 @@ from halfstep.check.script.objects.choices import (
     strings_of,
 )
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
@@ -50,6 +51,7 @@ SAME_MODEL = {
     "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
 }  # fmt: skip  # methods that return the model itself
 _NOTHING = frozenset({UNKNOWN})
+_NAMED = regex(r"^(str|string|name)_?to_?(torch_)?dtype$")  # of another file: `str_to_dtype("bfloat16")`
 _STRINGS = {
     "bfloat16": "bfloat16",
     "torch.bfloat16": "bfloat16",
@@ -216,6 +218,8 @@ def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> It
     target = outline.call_target(call, function)
     if target is not None:
         yield from ((value, target) for value in returned_by(target))
+    elif len(call.args) == 1 and _NAMED.search(last_name(text_of(func))):
+        yield call.args[0], function
 
 
 def table_of(outline: Outline, node: ast.expr, function: Function) -> ast.Dict | None:
@@ -331,12 +335,10 @@ def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozen
         return frozenset()
     if func.attr in {"half", "bfloat16", "float"} and not call.args and not call.keywords:
         return frozenset({{"half": "float16", "bfloat16": "bfloat16", "float": "float32"}[func.attr]})
-    options = [k.value for k in call.keywords if k.arg == "dtype"] or call.args
-    for value in options if func.attr in {"to", "type", "to_empty"} else ():
-        formats = formats_of(outline, value, function)
-        if formats & (SIXTEEN_BIT | {"float32"}):
-            return formats
-    return frozenset()
+    if func.attr not in {"to", "type", "to_empty"}:
+        return frozenset()
+    options = (formats_of(outline, v, function) for v in keywords_of(outline, call, function, "dtype") or call.args)
+    return next((formats for formats in options if formats & (SIXTEEN_BIT | {"float32"})), frozenset())
 
 
 def base_of(node: ast.expr) -> ast.expr:

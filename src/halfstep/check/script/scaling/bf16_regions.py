@@ -8,12 +8,14 @@ from collections.abc import Iterable
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, dtypes_of, text_of
 from halfstep.check.script.scaling.device_tests import Test, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["arm_with_bf16", "is_documented", "is_low_with", "names_bf16", "only_switch"]
+__all__ = ["arm_with_bf16", "dtypes_here", "is_documented", "is_low_with", "names_bf16", "only_switch"]
 
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
@@ -58,6 +60,17 @@ def arm_with_bf16(script: Script, region: Autocast) -> str:
         is_body = "bfloat16" in dtypes_of(script.outline, node.body, region.function)
         node = node.body if is_body else node.orelse
     return text_of(node)
+
+
+def dtypes_here(script: Script, region: Autocast) -> frozenset[str]:
+    """The dtypes that the calls of this file give a region, which are all that the scalers of this file are used with."""
+    outline, function = script.outline, region.function
+    name = key_of(region.dtype_node) if region.dtype_node is not None else ""
+    passed = list(passed_for(outline, name, function)) if name in function.params else []
+    is_changed = any(b.function is function for b in outline.bindings.get(name, ()))
+    if not passed or is_changed or default_of(function, name) is not None:
+        return region.dtypes
+    return frozenset().union(*(dtypes_of(outline, value, scope) for value, scope in passed))
 
 
 def is_documented(region: Autocast) -> bool:
