@@ -164,3 +164,88 @@ def test_a_scaler_that_follows_the_dtype_is_right(parts):
     """HS120: silent where the helper says nothing of bfloat16, or something else than mixed precision switches the scaler."""
     defaults = {"title": "Mixed precision.", "text": "The dtype.", "test": "pass", "scaler": SWITCHED}
     assert lines(HELPER.format(**defaults | parts), "HS120") == []
+
+
+REPLACED = """\
+import torch
+class Trainer:
+    def __init__(self, model, optimizer, config):
+        self.model, self.optimizer = model, optimizer
+        if config.use_amp:
+            self.scaler = torch.amp.GradScaler("cuda")
+        {between}
+        {again}
+        if config.half:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "again", "expected"),
+    [
+        ("self.clip = make_clip(config)", "self.scaler = None", [6]),
+        ("self.clip = make_clip(config)", "self.scaler: torch.amp.GradScaler | None = None", [6]),
+        ("pass", "self.scaler = torch.amp.GradScaler('cuda', init_scale=1024.0)", [6]),
+        ("pass", "pass", []),
+        ("self.setup()", "self.scaler = None", []),
+        ("register(self)", "self.scaler = None", []),
+        ("register(self.scaler)", "self.scaler = None", []),
+        ("if not config.use_amp: self.scaler = None", "pass", []),
+        ("if config.debug: return", "self.scaler = None", []),
+    ],
+)
+def test_a_scaler_that_is_replaced_before_its_use_is_unused(between, again, expected):
+    """HS122: the next assignment replaces a scaler, whatever the conditions, and nothing between them may read it."""
+    assert lines(REPLACED.format(between=between, again=again), "HS122") == expected
+
+
+CALLED = """\
+import torch
+class Trainer:
+    def training_step(self, x, {parameter}, last=False):
+        {clear}
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = self.model(x)
+            {divide}
+        loss.backward()
+        return loss
+
+    def step(self):
+        self.optimizer.step()
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, [("advice", 4)]),
+        ({"parameter": "accumulation_steps=4"}, [("warning", 4)]),
+        ({"parameter": "accumulation_steps"}, [("warning", 4)]),
+        ({"divide": "loss /= accumulation_steps"}, [("advice", 4)]),
+        ({"clear": "self.model.zero_grad(set_to_none=True)"}, [("advice", 4)]),
+        ({"clear": "pass", "end": "self.optimizer.zero_grad()"}, []),
+        ({"clear": "if last: self.optimizer.zero_grad()"}, []),
+        ({"clear": "if x.i % accumulation_steps == 0: self.optimizer.zero_grad()"}, []),
+        ({"divide": "rate = 1.0 / accumulation_steps"}, []),
+        ({"divide": "pass"}, []),
+    ],
+)
+def test_a_step_that_clears_on_each_call_accumulates_nothing(parts, expected):
+    """HS181: a function that divides the loss by its parameter for the window has to leave the clearing to its end."""
+    defaults = {
+        "parameter": "accumulation_steps=1",
+        "clear": "self.optimizer.zero_grad()",
+        "divide": "loss = loss / accumulation_steps",
+        "end": "pass",
+    }
+    reported = findings(CALLED.format(**defaults | parts), "HS181")
+    assert [(str(f.severity), f.line) for f in reported] == expected
