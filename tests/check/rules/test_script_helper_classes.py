@@ -249,3 +249,58 @@ def test_a_step_that_clears_on_each_call_accumulates_nothing(parts, expected):
     }
     reported = findings(CALLED.format(**defaults | parts), "HS181")
     assert [(str(f.severity), f.line) for f in reported] == expected
+
+
+SETTINGS = """\
+from dataclasses import dataclass
+import torch
+@dataclass
+class AmpConfig:
+    enabled: bool = True
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    backoff: float = 0.5
+    max_norm: float = 1.0
+    {field}
+class Trainer:
+    def __init__(self, model, optimizer, config: AmpConfig):
+        self.model, self.optimizer, self.config = model, optimizer, config
+        {create}
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.config.enabled):
+            loss = self.model(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        {read}
+"""
+CREATE = (
+    "c = config\n        self.scaler = torch.amp.GradScaler('cuda', c.init_scale, c.growth_factor, c.backoff, "
+    "c.growth_interval, enabled=c.enabled)"
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "read", "expected"),
+    [
+        ("loss_scale: str = 'dynamic'", "pass", [11]),
+        ("max_scale: float = 2.0**24", "pass", [11]),
+        ("min_loss_scale: float = 1.0", "pass", [11]),
+        ("loss_scale: str = 'dynamic'", "print(self.config.loss_scale)", []),
+        ("max_scale: float = 2.0**24", "self.limit(self.config.max_scale)", []),
+        ("image_scale: float = 2.0", "pass", []),
+    ],
+)
+def test_a_setting_of_the_loss_scale_that_nothing_reads_has_no_effect(field, read, expected):
+    """HS139: a field for the loss scale, among those that the scaler is created with."""
+    assert lines(SETTINGS.format(field=field, read=read, create=CREATE), "HS139") == expected
+
+
+def test_a_limit_of_a_scale_without_a_scaler_is_of_something_else():
+    """HS139: `max_scale` says nothing of the loss where the file creates no scaler."""
+    text = SETTINGS.format(field="max_scale: float = 2.0", read="pass", create="self.scaler = config.scaler")
+    assert lines(text, "HS139") == []
