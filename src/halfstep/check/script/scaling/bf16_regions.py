@@ -105,10 +105,8 @@ def _takes(maker: ast.FunctionDef, key: str) -> bool:
 
 def _is_described(node: ast.AST, name: str) -> bool:
     """Whether the line of a docstring about a parameter or a field names both formats."""
-    known = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    lines = re.findall(
-        rf"^[\s*:`]*(?:param )?{name}\b.*$", (ast.get_docstring(node) or "") if known else "", re.MULTILINE
-    )
+    text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else None
+    lines = re.findall(rf"^[\s*:`]*(?:param )?{name}\b.*$", text or "", re.MULTILINE)
     return any(_BF16.search(line) and _FLOAT16.search(line) for line in lines)
 
 

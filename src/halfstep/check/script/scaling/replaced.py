@@ -19,9 +19,10 @@ def replaced_by(script: Script, scaler: Scaler) -> ast.expr | None:
     """What the variable of a scaler gets, whatever the conditions, before anything may read the scaler; None if something may."""
     statement = script.statement(scaler.node)
     bindings = script.outline.bindings.get(scaler.key, ())
-    is_bound = isinstance(statement, ast.Assign | ast.AnnAssign) and _value_for(statement, scaler.key) is not None
     later = [b for b in bindings[:MAX_BINDINGS] if b.function is scaler.function and b.value is not None]
-    if not is_bound or not any(_line(b.node) > _line(statement) for b in later):
+    if statement is None or not any(_line(b.node) > _line(statement) for b in later):
+        return None
+    if _value_for(statement, scaler.key) is None:
         return None
     own = {function.name for function in script.outline.functions}
     passed = 0
