@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from halfstep.check.config.flags import flag_facts, offered, on_by_itself
+from halfstep.check.config.flags import by_default, flag_facts, offered, on_by_itself
 from halfstep.check.script.syntax.names import read_names
 
 FACTS = {offered("fp16"), on_by_itself("bf16")}
@@ -67,3 +67,37 @@ def test_a_parameter_and_a_fallback():
     assert facts("False", "False", function.format("fp16 = False\n    ")) == frozenset()
     fallback = "if config.bf16 is None:\n    config.bf16 = torch.cuda.is_bf16_supported()\n"
     assert facts("config.fp16 or False", "config.bf16 or False", fallback) == FACTS
+
+
+FP16 = "parser.add_argument('--fp16', action='store_true')\n"
+PARSED = "args = parser.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    "bf16",
+    [
+        "parser.add_argument('--bf16', action='store_true', default=True)\n",
+        "parser.add_argument('--no-bf16', dest='bf16', action='store_false')\n",
+        "parser.add_argument('--bf16', action=argparse.BooleanOptionalAction, default=True)\n",
+        "parser.add_argument('--bf16', action='store_true')\nparser.set_defaults(bf16=True)\n",
+    ],
+)
+def test_an_option_that_is_on_by_default_stays_on(bf16):
+    """`--fp16` alone leaves `--bf16` on where that is its default."""
+    assert facts("args.fp16", "args.bf16", FP16 + bf16 + PARSED) == FACTS | {by_default("bf16")}
+
+
+@pytest.mark.parametrize(
+    ("bf16", "after"),
+    [
+        ("parser.add_argument('--bf16', action='store_true')\n", ""),
+        ("parser.add_argument('--bf16', default=None)\n", ""),
+        ("parser.add_argument('--bf16', default=True)\n", "if args.fp16: args.bf16 = False\n"),
+        ("parser.add_argument('--bf16', default=True)\n", "args.bf16 = args.bf16 and not args.fp16\n"),
+        ("parser.add_argument('--bf16', default=True)\n", "if args.fp16 and args.bf16: parser.error('one')\n"),
+        ("", "args = Namespace(fp16=True, bf16=False)\n"),
+    ],
+)
+def test_an_option_that_something_switches_off_does_not(bf16, after):
+    """An option that is off by default, that the script changes, or whose clash it reports, proves nothing."""
+    assert facts("args.fp16", "args.bf16", FP16 + bf16 + PARSED + after) == frozenset()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import Names, chain, key_of
 
-__all__ = ["PAIRS", "flag_facts", "offered", "on_by_itself"]
+__all__ = ["PAIRS", "by_default", "flag_facts", "offered", "on_by_itself"]
 
 PAIRS = (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval"))
 _ASKS = frozenset({"is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available"})
@@ -33,6 +33,11 @@ def on_by_itself(key: str) -> str:
     return f"{key} is on by itself"
 
 
+def by_default(key: str) -> str:
+    """The fact that this flag is an option of the command line that is on unless the user switches it off."""
+    return f"{key} is on by default"
+
+
 def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozenset[str]:
     """The facts about the pairs of flags that a call gets: one is offered, and the other is on by itself."""
     passed = {k.arg: k.value for k in call.keywords if k.arg}
@@ -48,6 +53,9 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
         for first, second in (pair, pair[::-1]):
             if flags.is_offered(passed[first]) and flags.is_on(passed[second]):
                 facts |= {offered(first), on_by_itself(second)} if not flags.relates(passed[first], second) else set()
+            elif flags.is_offered(passed[first]) and flags.is_default(passed[second]):
+                related = any(flags.relates(passed[key], other) for key, other in ((first, second), (second, first)))
+                facts |= {offered(first), on_by_itself(second), by_default(second)} if not related else set()
     return frozenset(facts)
 
 
@@ -60,6 +68,8 @@ class _Flags:
         self.ifs = [n for n in nodes if isinstance(n, ast.If)]
         self.functions = [n for n in nodes if isinstance(n, AnyFunction)]  # outer ones first
         self.classes = {n.name for n in nodes if isinstance(n, ast.ClassDef)}
+        self.calls = [n for n in nodes if isinstance(n, ast.Call)]
+        self.targets = [t for n in nodes if isinstance(n, ast.Assign) for t in n.targets if not isinstance(t, ast.Name)]
         self.bound: dict[str, list[tuple[ast.stmt, ast.expr | None]]] = {}
         for node in nodes:
             if isinstance(node, ast.Assign):
@@ -135,6 +145,16 @@ class _Flags:
         fallbacks = [v for node, v in bound if self._is_fallback(node, key_of(value), alone=True)]
         return bool(fallbacks) and all(v is not None and self.is_on(v, depth + 1) for v in fallbacks)
 
+    def is_default(self, value: ast.expr) -> bool:
+        """Whether an expression is an option of the command line that is true unless the user switches it off, and nothing changes it."""
+        value = _unwrapped(value)
+        name, owner = _read(value)
+        if not isinstance(value, ast.Attribute) or owner is None or not self._is_filled_elsewhere(owner):
+            return False
+        parsed = [v for _, v in self.bound.get(key_of(owner), ()) if isinstance(v, ast.Call)]
+        is_changed = any(_read(target)[0] == name for target in self.targets)
+        return bool(parsed or self._is_parameter(owner)) and not is_changed and defaults_of(self.calls, name) == {True}
+
     def _is_fallback(self, node: ast.stmt, key: str, *, alone: bool = False) -> bool:
         """Whether a setting is assigned where the user did not set it: below `if config.bf16 is None`, and nothing else if `alone`."""
         tests = [ast.unparse(test.test) for test in self.ifs if _contains(test, node)]
@@ -158,6 +178,34 @@ class _Flags:
 
     def _around(self, node: ast.AST) -> AnyFunction | None:
         return next((f for f in reversed(self.functions) if _contains(f, node)), None)
+
+
+def defaults_of(calls: Sequence[ast.Call], name: str) -> set[bool]:
+    """The defaults that options of the command line have which are switches of this name; empty if none is one."""
+    defaults = set()
+    for call in calls:
+        last = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        passed = {k.arg: k.value for k in call.keywords if k.arg}
+        if last == "set_defaults" and name in passed:
+            defaults = {_is_true(passed[name])}
+            break
+        if last != "add_argument" or name not in _destinations(call, passed):
+            continue
+        action = getattr(passed.get("action"), "value", "")
+        value = passed.get("default")
+        defaults.add(_is_true(value) if value is not None else action == "store_false")
+    return defaults
+
+
+def _destinations(call: ast.Call, passed: dict[str, ast.expr]) -> set[str]:
+    """The names that an option of the command line sets."""
+    if "dest" in passed:
+        return {str(getattr(passed["dest"], "value", ""))}
+    return {str(getattr(flag, "value", "")).lstrip("-").replace("-", "_") for flag in call.args}
+
+
+def _is_true(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is True
 
 
 def _contains(outer: ast.stmt, inner: ast.AST) -> bool:

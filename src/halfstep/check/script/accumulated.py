@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import dataclass
 from functools import lru_cache
 
 from halfstep.check.regex import regex
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
 
-__all__ = ["STEPS", "dividend", "divides_total", "is_entry", "is_length_of_loop", "same_steps", "steps_name"]
+__all__ = [
+    "STEPS",
+    "divided_by_parameter",
+    "dividend",
+    "divides_total",
+    "is_counted_between",
+    "is_entry",
+    "is_length",
+    "is_length_of_loop",
+    "same_steps",
+    "steps_name",
+]
 
 STEPS = "gradient_accumulation_steps"
 _NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")
@@ -69,6 +82,46 @@ def _has_numbers(script: Script, key: str, function: Function) -> bool:
     return bool(added) and all(_NUMBER.search(text_of(value)) for value in added)
 
 
+@dataclass(frozen=True)
+class Divisor:
+    """A parameter for the number of micro-batches, by which a function divides its loss."""
+
+    name: str
+    is_one: bool  # unless a caller passes another number
+
+
+def divided_by_parameter(script: Script, cleared: Event, back: Event) -> Divisor | None:
+    """The parameter by which the function of a backward divides the loss of one micro-batch, cleared in the same call."""
+    function = back.function
+    if cleared.function is not function or cleared.loops or back.loops or cleared.roots or cleared.accumulating:
+        return None
+    arguments = getattr(function.node, "args", None)
+    names = [name for name in function.params if is_length(name)] if arguments is not None else []
+    nodes = [n for statement in function.body for n in ast.walk(statement)] if names and back.kind == "backward" else []
+    losses = [n for n in nodes if (part := dividend(n)) is not None and _is_loss(part, back)]
+    divisors = {
+        text_of(n.right if isinstance(n, ast.BinOp) else n.value)
+        for n in losses
+        if isinstance(n, ast.BinOp | ast.AugAssign)
+    }
+    name = next((name for name in names if name in divisors), "")
+    if not name or arguments is None or any(isinstance(s, ast.For | ast.While) for s in script.above(back.node)):
+        return None
+    defaults = dict(zip([a.arg for a in arguments.args][::-1], arguments.defaults[::-1], strict=False))
+    defaults |= {a.arg: d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None}
+    return Divisor(name, constant(defaults.get(name)) == 1)
+
+
+def _is_loss(value: ast.expr, back: Event) -> bool:
+    """Whether what is divided is the loss of a backward, or another one by its name."""
+    return "loss" in text_of(value).lower() or key_of(value) == back.local.subject != ""
+
+
+def is_length(divisor: str) -> bool:
+    """Whether a divisor is named like the number of micro-batches of a window."""
+    return bool(re.search(r"accum", divisor, re.IGNORECASE)) and divisor.replace(".", "").isidentifier()
+
+
 def is_entry(node: ast.expr) -> bool:
     """Whether an expression reads the steps from a configuration or an engine."""
     return isinstance(node, ast.Subscript | ast.Call) and steps_name(node) == STEPS
@@ -82,3 +135,16 @@ def steps_name(node: ast.expr) -> str:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         key = constant(node.args[0]) if node.func.attr == "get" and node.args else node.func.attr
     return key if isinstance(key, str) else last_name(text_of(node))
+
+
+def is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
+    """Whether a variable of a condition changes between two events, so that the same text is true in another iteration."""
+    depth, is_called = len(step.roots), len(event.roots) > len(step.roots)
+    if event.roots[:depth] != step.roots or (event.function is not step.function and not is_called):
+        return True
+    # What a function that the one with the step calls may do at any of its lines happens at the line of that call.
+    first, last = (getattr(node, "lineno", 0) for node in (event.roots[depth] if is_called else event.node, step.node))
+    stored = [n for n in ast.walk(step.function.node) if first <= getattr(n, "lineno", 0) <= last]
+    stored += ast.walk(event.function.node) if is_called else ()
+    names = {key_of(n) for n in stored if isinstance(getattr(n, "ctx", None), ast.Store)}
+    return bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))

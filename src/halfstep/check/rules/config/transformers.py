@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.flags import PAIRS, offered, on_by_itself
+from halfstep.check.config.flags import PAIRS, by_default, offered, on_by_itself
 from halfstep.check.config.named_models import model_names
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import needs_sharding, trained_dtype
@@ -91,6 +91,7 @@ class Fp16AndBf16(TrainerRule):
             for chosen, other in ((first, second), (second, first)):
                 if {offered(chosen), on_by_itself(other)} <= config.script and (entry := config.entry(chosen)):
                     where = "" if config.value(other) is True else " on a GPU with the format"
+                    where = " by default" if by_default(other) in config.script else where
                     message = f"`{other}` stays true{where} where `{_text(config, chosen)}` is true; TrainingArguments raises a ValueError."
                     yield self.finding(
                         config.where(entry), message, instead=f"Make `{other}` false where `{chosen}` is true."

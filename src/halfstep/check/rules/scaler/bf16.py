@@ -27,11 +27,14 @@ from halfstep.check.script.objects.values import (
 )
 from halfstep.check.script.scaling.bf16_regions import (
     arm_with_bf16,
+    chooses_format,
     dtypes_here,
+    is_absent_otherwise,
     is_documented,
     is_low_with,
     names_bf16,
     only_switch,
+    trained_regions,
 )
 from halfstep.check.script.scaling.device_tests import (
     is_always_on_cuda,
@@ -196,22 +199,26 @@ class ScalerWithBf16(ScriptRule):
     @staticmethod
     def _idle_when_bf16(script: Script) -> Iterator[tuple[Scaler, Autocast]]:
         """Scalers that are enabled whichever dtype the regions use, with a region that may use bfloat16."""
-        chosen = [a for a in script.autocasts if a.dtype_node is not None and a.enabled != "no"]
+        regions = trained_regions(script)
+        chosen = [a for a in regions if a.dtype_node is not None]
         # An option that is bfloat16 by default: the file does not show the others.
         either = [
             a
             for a in chosen
-            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or is_documented(a)
+            if {"float16", "bfloat16"} <= a.dtypes or a.dtypes == {"bfloat16", UNKNOWN} or is_documented(script, a)
         ]
         stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
-        if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
+        if not either or len(either) != len(regions):
             return
+        all_stated = all(is_documented(script, a) for a in either)
         for scaler in script.scalers:
             creation = _creation(script, scaler)
             if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
                 continue
             on_cuda = scaler.enabled == "yes" or is_always_on_cuda(script, scaler)
-            if not (on_cuda or _SWITCH.search(scaler.enabled)) and any(UNKNOWN in a.dtypes for a in either):
+            is_stated = all_stated and not chooses_format(script, scaler, scaler.enabled)
+            is_open = any(UNKNOWN in a.dtypes for a in either) and not is_stated
+            if is_open and not (on_cuda or _SWITCH.search(scaler.enabled)):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
             switches = _texts(script, scaler.enabled, scaler.function)
@@ -224,7 +231,10 @@ class ScalerWithBf16(ScriptRule):
             # Replaced by None, or switched by a flag of its own; on another device, or for an engine, it is another object.
             is_only = len(values) == 1 or (
                 len(others) < len(values)
-                and all(_is_other(script, v) or _is_same_kind(script, v, scaler) for v in others)
+                and all(
+                    _is_other(script, v) or _is_same_kind(script, v, scaler) or is_absent_otherwise(script, v, scaler)
+                    for v in others
+                )
             )
             if is_only and (together or amp) and not all(_only_off_cuda(script, a, scaler, switches) for a in either):
                 yield scaler, either[0]
@@ -365,8 +375,9 @@ def _is_bf16(flag: str) -> bool:
 
 def _format_tests(script: Script, event: Event) -> bool:
     """Whether a condition on an event, or what a flag in it is assigned, mentions a number format."""
-    # `dtype == torch.float32` leaves both 16-bit formats
-    for text in (text for text, _ in event.guards if not _FULL_PRECISION.search(text)):
+    # `dtype == torch.float32` leaves both 16-bit formats, and so does what follows `if dtype not in (float16, bfloat16): raise`.
+    both = {g for g in event.guards if _BOTH_FORMATS.search(g.text) and g.is_true != (" not in " in g.text)}
+    for text in (g.text for g in event.guards if not _FULL_PRECISION.search(g.text) and g not in both):
         values = script.outline.values(text, event.function) if text.isidentifier() else []
         if any(_FORMAT.search(_CALLS.sub("", t)) for t in (text, *map(text_of, values))):
             return True

@@ -17,6 +17,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
+from halfstep.check.script.scaling.replaced import replaced_by
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.unread import is_hidden
@@ -216,6 +217,9 @@ class ScalerUnused(ScriptRule):
             if not scaler.key or "[" in last:
                 continue
             if last in active:
+                if (value := replaced_by(script, scaler)) is not None and scaler.enabled != "no":
+                    yield self._replaced(script, scaler, value)
+                    continue
                 own = _hides(script, scaler)
                 if own is not None:
                     yield self.finding(
@@ -263,6 +267,15 @@ class ScalerUnused(ScriptRule):
                 instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
                 "or remove it if autocast runs in bfloat16",
             )
+
+    def _replaced(self, script: Script, scaler: Scaler, value: ast.expr) -> Finding:
+        is_scaler = any(s.node is value for s in script.scalers)
+        return self.finding(
+            script.where(scaler.node),
+            f"`{scaler.key}` is never used: it is replaced by {'another scaler' if is_scaler else f'`{text_of(value)}`'} ({script.at(value)})",
+            instead="remove one of the two assignments",
+            severity="advice" if is_scaler else None,
+        )
 
 
 def _hides(script: Script, scaler: Scaler) -> Scaler | None:

@@ -17,6 +17,7 @@ from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argu
 from halfstep.check.script.regions.devices import is_device, is_dtype, numbered_device
 from halfstep.check.script.regions.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.handlers import catches_type_error
 
 __all__ = ["RULES"]
 
@@ -238,7 +239,10 @@ class AutocastArgumentOrder(ScriptRule):
                 if args and (self._is_dtype(script, region) or isinstance(constant(args[0]), str)):
                     fault = f"`{text_of(args[0])}` is passed as `enabled`, which has to be a bool: entering the region raises TypeError"
                 elif any(k.arg == "device_type" for k in call.keywords):
-                    fault = "torch.cuda.amp.autocast does not accept `device_type` and raises TypeError"
+                    is_tried = catches_type_error(call, script.above(call))
+                    fault = (
+                        "" if is_tried else "torch.cuda.amp.autocast does not accept `device_type` and raises TypeError"
+                    )
             elif region.api == "torch.amp.autocast" and len(args) > 1 and isinstance(constant(args[1]), bool):
                 fault = f"`{text_of(args[1])}` is passed as `dtype`: autocast is disabled"
             if fault:

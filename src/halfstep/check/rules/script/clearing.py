@@ -12,8 +12,9 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
+from halfstep.check.script.accumulated import divided_by_parameter, is_counted_between, is_length
 from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by, latent
-from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -131,6 +132,7 @@ class ClearedEveryMicroBatch(TraceRule):
                 self._before_sync(script, trace, index)
                 or self._at_end(script, trace, index)
                 or self._steps_always(script, trace, index)
+                or self._on_each_call(script, trace, index)
             )
         if window.guard in event.guards:
             return None  # cleared at the end of the window
@@ -286,7 +288,7 @@ class ClearedEveryMicroBatch(TraceRule):
             return None
         if between(trace, index, trace.index(step), "grad_read", "handed", "autograd_grad"):
             return None
-        if _is_counted_between(guard, event, step):
+        if is_counted_between(guard, event, step):
             return None
         return self.finding(
             script.where(event.node),
@@ -310,7 +312,7 @@ class ClearedEveryMicroBatch(TraceRule):
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
             return None
         ends = [g for g in steps[0].accumulating if g in backs[0].guards]
-        if any(_is_counted_between(g, backs[0], steps[0]) for g in ends):
+        if any(is_counted_between(g, backs[0], steps[0]) for g in ends):
             return None  # the backward of a window's start, the step of its end
         opposites = {g.opposite for g in steps[0].accumulating}
         others = [e for e in trace if e.kind in _BACKWARDS and e.loops[: len(event.loops)] == event.loops]
@@ -327,6 +329,20 @@ class ClearedEveryMicroBatch(TraceRule):
             instead="step and clear only at the end of a window"
             if backs[0].kind == "backward" or "accumulation_steps `" not in divisor
             else f"with {backs[0].local.subject}.accumulate(model): around forward, backward, step and zero_grad",
+        )
+
+    def _on_each_call(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a function that clears before its backward, of a loss that is divided by its parameter for the window."""
+        event = trace[index]
+        back = next((trace[i] for i in later(trace, index, *_BACKWARDS)), None)
+        divisor = divided_by_parameter(script, event, back) if back is not None and implied(event, back) else None
+        if divisor is None:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"the loss is divided by `{divisor.name}`, but `{_cleared(event)}` runs on every call of `{event.function.name}`: nothing accumulates",
+            instead="clear the gradients after the step",
+            severity="advice" if divisor.is_one else None,
         )
 
     @staticmethod
@@ -350,7 +366,7 @@ class ClearedEveryMicroBatch(TraceRule):
             return ""
         before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
         divisors = {d for node in (back.node, *(a.statement for a in before)) for d in divided_by(node)}
-        divisors = {d for d in divisors if _is_length(d) and not latent(script, d, back.function)}
+        divisors = {d for d in divisors if is_length(d) and not latent(script, d, back.function)}
         length = next((d for d in sorted(divisors) if Divisions(d, before).of(back.node)), "")
         return f"the loss is divided by `{length}`" if length else ""
 
@@ -360,27 +376,9 @@ def _alternatives(events: list[Event]) -> bool:
     return bool(events) and not any(compatible(a, b) for a, b in itertools.combinations(events, 2))
 
 
-def _is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
-    """Whether a variable of a condition changes between two events, so that the same text is true in another iteration."""
-    depth, is_called = len(step.roots), len(event.roots) > len(step.roots)
-    if event.roots[:depth] != step.roots or (event.function is not step.function and not is_called):
-        return True
-    # What a function that the one with the step calls may do at any of its lines happens at the line of that call.
-    first, last = (getattr(node, "lineno", 0) for node in (event.roots[depth] if is_called else event.node, step.node))
-    stored = [n for n in ast.walk(step.function.node) if first <= getattr(n, "lineno", 0) <= last]
-    stored += ast.walk(event.function.node) if is_called else ()
-    names = {key_of(n) for n in stored if isinstance(getattr(n, "ctx", None), ast.Store)}
-    return bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
-
-
 def _cleared(event: Event) -> str:
     """The call that clears gradients, as the line has it."""
     return f"{event.local.optimizer}.zero_grad()" if isinstance(event.node, ast.Call) else text_of(event.node)
-
-
-def _is_length(divisor: str) -> bool:
-    """Whether a divisor is named like the number of micro-batches of a window."""
-    return bool(re.search(r"accum", divisor, re.IGNORECASE)) and divisor.replace(".", "").isidentifier()
 
 
 def _may_use(loop: ast.For) -> bool:

@@ -109,7 +109,8 @@ def _settings_of(script: Script) -> Settings:
     # With `accumulate`, HS177 reports the number that is not passed on.
     is_loop = "backward" in script.outline.calls and "accumulate" not in script.outline.calls
     has_formats = bool(script.autocasts) and "backward" in script.outline.calls
-    return Settings(_FIELD, _FLAG, is_loop and script.has("opt_step", "scaler_step", "owned_step"), has_formats)
+    has_steps = is_loop and script.has("opt_step", "scaler_step", "owned_step")
+    return Settings(_FIELD, _FLAG, has_steps, has_formats, any(s.enabled != "no" for s in script.scalers))
 
 
 class UnusedPrecisionOption(ScriptRule):

@@ -29,6 +29,7 @@ __all__ = ["Action", "Recogniser"]
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
 _READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "std", "var", "median", "nan_to_num", "nan_to_num_"}  # fmt: skip
 _MAY_UNSCALE = regex(r"scal|amp", re.IGNORECASE)
+_OWN_STEP = regex(r"^(?!_*(save|load|restore|dump|store|build|make|create|get|init|setup|set|prepare|log|check)_).*scaler", re.IGNORECASE)  # fmt: skip
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
 _OPTIMIZER = regex(r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|(?-i:_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_])", re.IGNORECASE)  # fmt: skip
 _MODEL = regex(
@@ -204,7 +205,7 @@ class Recogniser:
         if name.startswith("torch.optim.") and "lr_scheduler" not in name and "swa_utils" not in name:
             return Action("make_optimizer", subject=models_in(self.outline, argument(call, 0, "params"), function))
         key = key_of(call.func)
-        if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
+        if key and len(call.args) >= 2 and _OWN_STEP.search(_last(key)) and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
         is_model = self._is_model(key) or key in {"self", "self.forward"} or is_part(key)
         owner = key.rpartition(".")[0]
@@ -243,8 +244,7 @@ class Recogniser:
         """A scaler passed to a function that is not in this file, which may do anything with it."""
         if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
             return None
-        for value in (option for passed in arguments_of(call) for option in options_of(passed)):
-            key = key_of(value)
+        for key in (key_of(option) for passed in arguments_of(call) for option in options_of(passed)):
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":
                 return Action("stored" if stores(call) else "handed", scaler=key)

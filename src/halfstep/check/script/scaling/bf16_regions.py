@@ -5,22 +5,33 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, dtypes_of, text_of
 from halfstep.check.script.scaling.device_tests import Test, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["arm_with_bf16", "dtypes_here", "is_documented", "is_low_with", "names_bf16", "only_switch"]
+__all__ = [
+    "arm_with_bf16", "chooses_format", "dtypes_here", "is_absent_otherwise", "is_documented", "is_low_with", "names_bf16", "only_switch", "trained_regions",
+]  # fmt: skip
 
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
-_FLOAT16 = regex(r"(?<!b)(float16|fp16)")
+_FLOAT16 = regex(r"(?<!b)(float16|fp16)", re.IGNORECASE)
+_EITHER = regex(
+    r"\b(fp16|float16)\W{1,3}((or|and) )?(bf16|bfloat16)\b|\b(bf16|bfloat16)\W{1,3}((or|and) )?(fp16|float16)\b",
+    re.IGNORECASE,
+)
+# A switch of the format, or of the scaler itself, which whoever chooses the dtype may set to match it.
+_CHOOSES = regex(r"16|dtype|bf|half|float|precision|scal", re.IGNORECASE)
 
 
 def is_low_with(script: Script, region: Autocast, scaler: Scaler) -> bool:
@@ -73,15 +84,94 @@ def dtypes_here(script: Script, region: Autocast) -> frozenset[str]:
     return frozenset().union(*(dtypes_of(outline, value, scope) for value, scope in passed))
 
 
-def is_documented(region: Autocast) -> bool:
-    """Whether the dtype of a region is a parameter that other files pass, for which its docstring lists bfloat16 and float16."""
-    function, name = region.function, key_of(region.dtype_node) if region.dtype_node is not None else ""
-    if name not in function.params or UNKNOWN not in region.dtypes:
+def is_documented(script: Script, region: Autocast) -> bool:
+    """Whether the dtype of a region is a parameter or a field that other files set, which this one says is bfloat16 or float16."""
+    key = key_of(region.dtype_node) if region.dtype_node is not None else ""
+    if key in region.function.params:
+        return UNKNOWN in region.dtypes and (_is_described(region.function.node, key) or _is_validated(script, key))
+    if "." not in key or not region.dtypes <= {"float16", "bfloat16", UNKNOWN}:
         return False
-    node = function.node
-    text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    name = last_name(key)
+    owners = [c for c in _classes(script, region) if c.name == region.function.cls or name in _fields(c)]
+    makers = [s for c in owners for s in c.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"]
+    is_set = any(name in _fields(c) for c in owners) or any(_takes(maker, key) for maker in makers)
+    is_described = any(_is_described(node, name) for node in (*owners, *makers)) or any(map(_is_for_both, owners))
+    return is_set and (is_described or _is_validated(script, name))
+
+
+def _classes(script: Script, region: Autocast) -> list[ast.ClassDef]:
+    """The classes of a file, if the region is in one of them."""
+    return [n for n in script.tree.body if isinstance(n, ast.ClassDef)] if region.function.cls else []
+
+
+def _fields(owner: ast.ClassDef) -> set[str]:
+    """The fields of a dataclass."""
+    return {s.target.id for s in owner.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+
+
+def _takes(maker: ast.FunctionDef, key: str) -> bool:
+    """Whether a constructor only stores a parameter under this name: `self.dtype = dtype`."""
+    names = {a.arg for a in (*maker.args.args, *maker.args.kwonlyargs)}
+    stores = [s for s in ast.walk(maker) if isinstance(s, ast.Assign) and any(key_of(t) == key for t in s.targets)]
+    return len(stores) == 1 and key_of(stores[0].value) in names
+
+
+def _is_described(node: ast.AST, name: str) -> bool:
+    """Whether the line of a docstring about a parameter or a field names both formats."""
+    text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) else None
     lines = re.findall(rf"^[\s*:`]*(?:param )?{name}\b.*$", text or "", re.MULTILINE)
     return any(_BF16.search(line) and _FLOAT16.search(line) for line in lines)
+
+
+def _is_for_both(owner: ast.ClassDef) -> bool:
+    """Whether the docstring of a class says that it computes in either format: `Enables FP16/BF16 training`."""
+    return bool(_EITHER.search(ast.get_docstring(owner) or ""))
+
+
+def _is_validated(script: Script, name: str) -> bool:
+    """Whether a file rejects other values of a dtype than the two formats: `if dtype not in (torch.float16, torch.bfloat16): raise`."""
+    return name in _validated(script)
+
+
+@lru_cache(maxsize=4)  # asked for each region of a script
+def _validated(script: Script) -> set[str]:
+    """The last names of what a file rejects unless it is one of both formats."""
+    names = set()
+    for node in all_nodes(script.tree) if _BF16.search(script.source.text) else ():
+        test = node.test if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise) else None
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.NotIn):
+            right = text_of(test.comparators[0])
+            if _BF16.search(right) and _FLOAT16.search(right):
+                names.add(last_name(key_of(test.left)))
+    return names
+
+
+def trained_regions(script: Script) -> list[Autocast]:
+    """The regions of the losses that a scaler scales; every region of the file, where they are entered elsewhere."""
+    regions: dict[ast.AST, Autocast] = {}
+    for trace in script.traces:
+        for index, event in enumerate(trace):
+            if event.kind == "backward" and event.scaled == "yes":
+                before = next((i for i in earlier(trace, index, "enter_autocast")), None)
+                if before is None or trace[before].inside("no_grad"):
+                    return [a for a in script.autocasts if a.enabled != "no"]
+                regions.update({a.node: a for a in trace[before].regions[-1].autocasts})
+    return [a for a in regions.values() or script.autocasts if a.enabled != "no"]
+
+
+def is_absent_otherwise(script: Script, value: ast.expr, scaler: Scaler) -> bool:
+    """Whether a value is the None of the other branch of the switch below which a scaler is created, one that asks for no format."""
+    around = conditions_of(script.outline, scaler.node)
+    last = conditions_of(script.outline, value)[-1:]
+    if not (isinstance(value, ast.Constant) and value.value is None) or not any(g.opposite in around for g in last):
+        return False
+    return not any(chooses_format(script, scaler, guard.text) for guard in around)
+
+
+def chooses_format(script: Script, scaler: Scaler, flag: str) -> bool:
+    """Whether a flag around a scaler is, or is assigned, something about formats or the scaler itself, and not about mixed precision."""
+    values = script.outline.values(flag, scaler.function)
+    return any(_CHOOSES.search(text) for text in (flag, *map(text_of, values)))
 
 
 def names_bf16(script: Script, value: ast.expr) -> bool:

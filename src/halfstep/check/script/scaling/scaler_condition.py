@@ -12,6 +12,7 @@ from halfstep.check.finding import Severity
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.order import scalers_at
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
@@ -141,6 +142,10 @@ def is_always_float16(script: Script, opened: Event, flag: str) -> bool:
     choices = [n for maker in _makers(script, opened) for n in ast.walk(maker) if isinstance(n, (ast.If, ast.IfExp))]
     name = re.compile(rf"\b{re.escape(flag.strip('(').partition(' ')[0].rpartition('.')[2])}\b")
     if any("nullcontext" in ast.unparse(n) and name.search(text_of(n.test)) for n in choices):
+        return False
+    # A trace of a call with a constant, `run(use_amp=True)`, has no guard for what that decides.
+    created = (guard for a in regions for guard in conditions_of(script.outline, a.node))
+    if any(name.search(guard.text) for guard in created):
         return False
     return all(_is_float16_on_cuda(a) and is_on(a) for a in regions)
 

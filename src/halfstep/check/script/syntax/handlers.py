@@ -12,10 +12,11 @@ from itertools import pairwise
 
 from halfstep.check.regex import regex
 
-__all__ = ["LOOPS", "caught_block", "raised_past"]
+__all__ = ["LOOPS", "catches_type_error", "caught_block", "raised_past"]
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _CAUGHT = regex(r"\b(RuntimeError|Exception|BaseException|OutOfMemoryError)\b")  # what a forward out of memory raises
+_TYPE_ERROR = regex(r"\b(TypeError|Exception|BaseException)\b")
 # Calls of a handler that only report and free memory; any other may compute the gradients in another way.
 _HARMLESS = regex(
     r"(^|\.)(print|str|repr|len|type|format|lower|empty_cache|collect|synchronize|is_available|reset_peak_memory_stats|sleep|"
@@ -32,6 +33,20 @@ def _continues(handler: ast.ExceptHandler) -> bool:
     """Whether a handler of a failed forward neither raises again nor ends the loop."""
     ends = (ast.Raise, ast.Return, ast.Break)
     return _catches(handler) and not any(isinstance(node, ends) for node in ast.walk(handler))
+
+
+def catches_type_error(call: ast.Call, above: Iterable[ast.AST]) -> bool:
+    """Whether a `try` around a call handles its TypeError, as code for several versions of torch does."""
+    inner: ast.AST = call
+    for outer in above:
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return False
+        if isinstance(outer, ast.Try) and inner in outer.body:
+            caught = [handler.type for handler in outer.handlers]
+            if any(kind is None or _TYPE_ERROR.search(ast.unparse(kind)) for kind in caught):
+                return True
+        inner = outer
+    return False
 
 
 def caught_block(node: ast.AST, above: Iterable[ast.AST]) -> set[ast.AST]:

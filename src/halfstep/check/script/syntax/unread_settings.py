@@ -56,6 +56,12 @@ _ACCUMULATION = regex(
     r"(num_|n_)?(grad(ient)?s?_?acc(um|umulation|umulate)?(_(steps?|iters?|batches))?"
     r"|accum(ulation|ulate)?_(steps?|iters?|grad(s|_batches)?))"
 )
+# What a GradScaler, or a scale of the loss, is set up with; a bare scale may be that of an image.
+_LOSS_SCALE = regex(
+    r"((init(ial)?|static|dynamic|min|max|fp16)_)?(loss|grad)_scal(e|ing)(_(value|window|factor|init))?|init(ial)?_scale"
+    r"|scaler?_(growth|backoff)_(factor|interval)|growth_(factor|interval)|backoff_factor"
+)
+_LIMIT = regex(r"(min|max)_scale")
 
 Unread = Iterator[tuple[ast.AST, str, str]]
 
@@ -70,6 +76,13 @@ class Settings:
     has_formats: bool = (
         False  # whether it computes in 16 bits itself, so that a format that is not read is not the one of the run
     )
+    has_scaler: bool = False  # whether it creates a scaler, so that settings of the scale are for it
+
+    def use_for_scale(self, name: str, others: Collection[str]) -> str:
+        """What should use a setting of the loss scale among those of a scaler; empty for any other."""
+        name, kin = name.lower(), [other for other in others if other != name and _LOSS_SCALE.fullmatch(other.lower())]
+        is_scale = _LOSS_SCALE.fullmatch(name) or _LIMIT.fullmatch(name)
+        return "pass it to GradScaler, or follow it after update()" if self.has_scaler and is_scale and kin else ""
 
     def use_of_field(self, name: str, value: ast.expr | None) -> str:
         """What should use a field or a key of this name; empty for one of something else."""
@@ -122,6 +135,7 @@ def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, r
             # By the text as well: the tree has the default of a field in the place of `config.bf16`.
             written = re.search(rf"[.\"']{name}\b", text)
             use = settings.use_of_field(name, getattr(statement, "value", None))
+            use = use or settings.use_for_scale(name, fields.keys() & read)
             if name not in read and written is None and use:
                 what = f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`"
                 yield statement, what, use

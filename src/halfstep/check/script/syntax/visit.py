@@ -114,7 +114,19 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
         full = fulls.pop() if len(fulls) == 1 else ""
         if full.startswith("torch.") and ".amp." in full:
             out.names.table[key] = full
+    for imported in out.names.imported:
+        local = imported.alias.asname or imported.alias.name
+        values = [b.value for b in out.bindings.get(local, ())] if imported.guarded else []
+        if any(v is not None and _is_named(v, imported.alias.name) for v in values):
+            out.names.choices.setdefault(local, frozenset((imported.full, "")))
     return out
+
+
+def _is_named(value: ast.expr, name: str) -> bool:
+    """Whether a value is what a module has under a name, whichever it is: `_amp.GradScaler`, `getattr(_amp, "GradScaler")`."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "getattr":
+        return len(value.args) > 1 and isinstance(value.args[1], ast.Constant) and value.args[1].value == name
+    return isinstance(value, ast.Attribute) and value.attr == name
 
 
 def _push(
