@@ -236,7 +236,7 @@ def _lines_of(outline: Outline, call: ast.Call, function: Function, depth: int =
 
 def _attaches(name: str, call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute) and name == "from_pretrained":
-        return _is_adapter(text_of(call.func.value))
+        return _is_adapter(owner := text_of(call.func.value)) and not owner.endswith("Config")
     return may_attach(name)
 
 
