@@ -108,3 +108,85 @@ def test_quantization_in_every_branch_is_no_finding():
     text = BRANCHES.format(dtype="torch.bfloat16", flag="bf16", attach=OPTIONAL)
     both = text.replace("    else:\n", "    else:\n        options['load_in_8bit'] = True\n")
     assert codes(both.replace("if cfg.load_in_8bit or cfg.load_in_4bit:", "if True:")) == []
+
+
+NAMED = """\
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+
+def low_rank_for(mode):
+{body}
+
+def main(mode):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16)
+    args = DPOConfig("out", fp16=True)
+    DPOTrainer(model=model, args=args, peft_config=low_rank_for(mode), train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("    if mode == 'full':\n        return None\n    return LoraConfig(r=8)", ["HS166"]),
+        ("    if mode == 'adapter':\n        return LoraConfig(r=8)", ["HS166"]),
+        ("    if mode == 'small':\n        return LoraConfig(r=8)\n    return LoraConfig(r=64)", []),
+        ("    if mode == 'small':\n        return LoraConfig(r=8)\n    else:\n        return LoraConfig(r=64)", []),
+    ],
+)
+def test_function_that_makes_a_configuration_attaches_nothing(body, expected):
+    """Whatever its name is, what counts is whether every path of it returns a configuration."""
+    assert codes(NAMED.format(body=body)) == expected
+    assert codes(NAMED.format(body=body).replace("low_rank_for", "peft_config_for")) == expected
+
+
+PARSED = """\
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
+options, args = TrlParser((ModelConfig, SFTConfig)).parse_args_and_config()
+model = AutoModelForCausalLM.from_pretrained(options.model_name_or_path, dtype=torch.bfloat16)
+SFTTrainer(model=model, args=args, peft_config={config}, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(("config", "expected"), [("get_peft_config(options)", ["HS277"]), ("LoraConfig()", [])])
+def test_configuration_of_trl_is_none_by_default(config, expected):
+    """TRL's `get_peft_config` returns None without --use_peft; its parser leaves DeepSpeed to the command line."""
+    text = PARSED.format(config=config)
+    assert codes(text) == expected
+    assert codes(f"# accelerate launch --config_file deepspeed.yaml\n{text}") == []
+
+
+BESIDE = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
+
+model = AutoModelForImageTextToText.from_pretrained(name, dtype=torch.{dtype})
+{above}model = get_peft_model(model, LoraConfig())
+{below}
+Trainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=data).train()
+"""
+LOOP = "for p in model.projector.parameters():\n    p.requires_grad = True"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "above", "below", "expected"),
+    [
+        ("bfloat16", "", LOOP, ["HS277"]),
+        ("bfloat16", "", "if args.train_projector:\n    model.projector.requires_grad_(True)", ["HS277"]),
+        ("float32", "", LOOP, []),
+        ("bfloat16", f"{LOOP}\n", "print(model)", []),
+        ("bfloat16", "", f"{LOOP}\nmodel.projector.float()", []),
+        ("bfloat16", "", f"model.projector = Projector()\n{LOOP}", []),
+        ("bfloat16", "", LOOP.replace("projector", "lora_layers"), []),
+        ("bfloat16", "", LOOP.replace("True", "False"), []),
+    ],
+)
+def test_layer_that_is_trained_whole_next_to_adapters_is_reported(dtype, above, below, expected):
+    """Layers enabled below `get_peft_model` have the dtype of the load, unless they are new or cast to float32."""
+    assert codes(BESIDE.format(dtype=dtype, above=above, below=below)) == expected

@@ -31,6 +31,7 @@ __all__ = [
     "is_below_calls",
     "is_quantized_with",
     "is_unread",
+    "makes_configuration",
     "may_be_none",
     "models_in",
     "numerator",
@@ -268,10 +269,10 @@ def is_quantized_with(outline: Outline, call: ast.Call, option: ast.expr, dtype:
     Not if `if args.qlora: options["quantization_config"] = ...` asks for it alone, or if the dtype is set in the other branch.
     """
     own = conditions_of(outline, option)
-    beside = conditions_of(outline, dtype) if dtype is not None else ()
-    if any(Guard(text, not is_true) in beside for text, is_true in own):
+    with_dtype = conditions_of(outline, dtype) if dtype is not None else ()
+    if any(Guard(text, not is_true) in with_dtype for text, is_true in own):
         return False
-    return not asks_for_adapters(tuple({*own} - {*conditions_of(outline, call), *beside}))
+    return not asks_for_adapters(tuple({*own} - {*conditions_of(outline, call), *with_dtype}))
 
 
 def is_after_training(outline: Outline, node: ast.Call, function: Function) -> bool:
@@ -307,14 +308,31 @@ def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
 
 
 def _may_return_none(outline: Outline, node: ast.expr, function: Function) -> bool:
-    """Whether a function of this file has a `return None`, other than after an error: `if cfg.rank == 0: return None`."""
-    target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
-    if target is None or target.name == "__init__":
+    """Whether a call returns None in some run, other than after an error.
+
+    A function of this file does with `if cfg.rank == 0: return None`, or a last `if` without `else`; TRL's without --use_peft.
+    """
+    if not isinstance(node, ast.Call):
         return False
+    target = outline.call_target(node, function)
+    if target is None or target.name == "__init__":
+        return outline.names.full(node.func) in {"trl.get_peft_config", "trl.trainer.utils.get_peft_config"}
     returns = [n for n in statements_in(target.node) if isinstance(n, ast.Return)]
     empty = [n for n in returns if n.value is None or constant(n.value) is None]
     is_error = [any(isinstance(above, ast.ExceptHandler) for above in outline.above(n)) for n in empty]
-    return 0 < len(empty) < len(returns) and not all(is_error)
+    last = target.body[-1]
+    is_open = isinstance(last, ast.If) and not last.orelse
+    return len(empty) < len(returns) and (is_open or not all(is_error))
+
+
+def makes_configuration(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a function of this file only creates a configuration, whatever its name: it returns `LoraConfig(...)`."""
+    target = outline.call_target(call, function)
+    returns = [n for n in statements_in(target.node) if isinstance(n, ast.Return)] if target is not None else []
+    made = [n.value.func for n in returns if isinstance(n.value, ast.Call)]
+    others = [n for n in returns if n.value is not None and not isinstance(n.value, ast.Call)]
+    is_none = all(constant(n.value) is None for n in others)
+    return bool(made) and is_none and all(text_of(func).endswith("Config") for func in made)
 
 
 def _may_be_off(node: ast.expr) -> bool:

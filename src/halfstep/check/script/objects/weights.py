@@ -337,7 +337,7 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
             continue  # `if args.qlora: options["quantization_config"] = ...`, and this load is in the other branch
         if asks_for_adapters(conditions_of(outline, call)):
             return  # `if args.qlora: model = load(quantization_config=...)`: the other branch loads its own
-        plain = [v for v in values or [dtype] if not is_quantized_with(outline, call, value, v)]
+        plain = [v for v in (*values,) or (dtype,) if not is_quantized_with(outline, call, value, v)]
         lineage.is_adapted |= not plain
         values = [v for v in values if v in plain]
     values.sort(key=lambda v: any(map(is_adapter_branch, conditions_of(outline, v))))
