@@ -18,6 +18,7 @@ from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
     asks_for_adapters,
     conditions_of,
+    makes_configuration,
     may_be_none,
     spared_branches,
 )  # fmt: skip
@@ -50,7 +51,6 @@ _ATTACHES_NOTHING = regex(
 )
 _ENUMS = {"TaskType", "PeftType"}  # arguments of a configuration
 _SHOWS = {"len", "print", "isinstance", "hasattr", "str", "bool"}  # change nothing
-
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
 _FLAG = regex(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
 
@@ -67,8 +67,7 @@ class Attachment(NamedTuple):
 def attachments(outline: Outline) -> Iterator[Attachment]:
     """`get_peft_model(base, config)`, `PeftModel.from_pretrained(base, path)` and `base.add_adapter(config)`."""
     for call, function in outline.calls.get("get_peft_model", ()):
-        base = argument(call, 0, "model")
-        if base is not None:
+        if (base := argument(call, 0, "model")) is not None:
             yield Attachment(call, function, base, _targets(outline, call))
     for call, function in outline.calls.get("from_pretrained", ()):
         owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
@@ -121,7 +120,8 @@ def adapter_use(outline: Outline) -> str:
         return "no" if fully_trained(outline) and "get_peft_model" not in outline.calls else "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     every = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    sites = [site for site in every if not _is_merged(outline, *site) and not _runs_script(outline, *site)]
+    others = (_is_merged, _runs_script, makes_configuration)
+    sites = [site for site in every if not any(is_other(outline, *site) for is_other in others)]
     guards = [conditions_of(outline, call) for call, _ in sites]
     models = frozenset(target for call, _ in sites for target in _targets(outline, call))
     closed = guards + spared_branches(outline, (function for _, function in sites), models)
@@ -236,7 +236,7 @@ def _lines_of(outline: Outline, call: ast.Call, function: Function, depth: int =
 
 def _attaches(name: str, call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute) and name == "from_pretrained":
-        return _is_adapter(text_of(call.func.value))
+        return _is_adapter(owner := text_of(call.func.value)) and not owner.endswith("Config")
     return may_attach(name)
 
 

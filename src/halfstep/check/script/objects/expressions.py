@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import constant, text_of
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -28,7 +29,9 @@ __all__ = [
     "is_after_training",
     "is_aside",
     "is_below_calls",
+    "is_quantized_with",
     "is_unread",
+    "makes_configuration",
     "may_be_none",
     "models_in",
     "numerator",
@@ -260,6 +263,18 @@ def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
     return any(ADAPTER_FLAG.search(text) for text, _ in guards)
 
 
+def is_quantized_with(outline: Outline, call: ast.Call, option: ast.expr, dtype: ast.expr | None) -> bool:
+    """Whether every run that loads a model with this dtype also quantizes it.
+
+    Not if `if args.qlora: options["quantization_config"] = ...` asks for it alone, or if the dtype is set in the other branch.
+    """
+    own = conditions_of(outline, option)
+    with_dtype = conditions_of(outline, dtype) if dtype is not None else ()
+    if any(Guard(text, not is_true) in with_dtype for text, is_true in own):
+        return False
+    return not asks_for_adapters(tuple({*own} - {*conditions_of(outline, call), *with_dtype}))
+
+
 def is_after_training(outline: Outline, node: ast.Call, function: Function) -> bool:
     """Whether a call stands below every `backward` of its function, and in no loop with one: it saves or tests the model."""
     lines = [site.call.lineno for site in outline.calls.get("backward", ()) if site.function is function]
@@ -288,7 +303,36 @@ def is_below_calls(outline: Outline, node: ast.AST, scope: Function, callee: Fun
 def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
     """Whether a value is None or False in some run: assigned so, by one arm of a ternary, or an option that may be off."""
     values = outline.values(key, function) if (key := key_of(value)) else [value]
-    return any(_may_be_off(arm) or _may_be_idle(arm) for v in values for arm in arms_of(v))
+    arms = [arm for v in values for arm in arms_of(v)]
+    return any(_may_be_off(arm) or _may_be_idle(arm) or _may_return_none(outline, arm, function) for arm in arms)
+
+
+def _may_return_none(outline: Outline, node: ast.expr, function: Function) -> bool:
+    """Whether a call returns None in some run, other than after an error.
+
+    A function of this file does with `if cfg.rank == 0: return None`, or a last `if` without `else`; TRL's without --use_peft.
+    """
+    if not isinstance(node, ast.Call):
+        return False
+    target = outline.call_target(node, function)
+    if target is None or target.name == "__init__":
+        return outline.names.full(node.func) in {"trl.get_peft_config", "trl.trainer.utils.get_peft_config"}
+    returns = [n for n in statements_in(target.node) if isinstance(n, ast.Return)]
+    empty = [n for n in returns if n.value is None or constant(n.value) is None]
+    is_error = [any(isinstance(above, ast.ExceptHandler) for above in outline.above(n)) for n in empty]
+    last = target.body[-1]
+    is_open = isinstance(last, ast.If) and not last.orelse
+    return len(empty) < len(returns) and (is_open or not all(is_error))
+
+
+def makes_configuration(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a function of this file only creates a configuration, whatever its name: it returns `LoraConfig(...)`."""
+    target = outline.call_target(call, function)
+    returns = [n for n in statements_in(target.node) if isinstance(n, ast.Return)] if target is not None else []
+    made = [n.value.func for n in returns if isinstance(n.value, ast.Call)]
+    others = [n for n in returns if n.value is not None and not isinstance(n.value, ast.Call)]
+    is_none = all(constant(n.value) is None for n in others)
+    return bool(made) and is_none and all(text_of(func).endswith("Config") for func in made)
 
 
 def _may_be_off(node: ast.expr) -> bool:

@@ -13,7 +13,7 @@ from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cas
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = [
     "enabled_parts",
@@ -366,7 +366,8 @@ def _has_new_layers(lineage: Lineage, where: ast.AST | None = None) -> bool:
     outline = lineage.outline
     for key, _ in lineage.places:
         for name, bindings in outline.bindings.items():
-            if name.startswith(f"{key}.") and any(isinstance(b.value, ast.Call) for b in bindings):
+            made = [b.value for b in bindings if isinstance(b.value, ast.Call)] if name.startswith(f"{key}.") else []
+            if any(last_name_of(call.func) != "get_peft_model" for call in made):  # whose adapters alone are float32
                 return True
     if any(name in outline.calls for name in ("add_module", "register_module", "set_submodule")):
         return True

@@ -11,6 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.objects.adapters import attachments, upcasts_parameters
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of, keyword_of, table_of
+from halfstep.check.script.objects.freezing import trains_part_of
 from halfstep.check.script.objects.loading import lasting_casts
 from halfstep.check.script.objects.parameters import may_freeze
 from halfstep.check.script.objects.tensors import created_formats, dtype_of_weight
@@ -26,6 +27,7 @@ __all__ = [
     "cast_layers",
     "created_adapters",
     "defined_optimizers",
+    "enabled_with_adapters",
     "is_created_low",
     "is_of_trained",
     "managed_casts",
@@ -360,3 +362,23 @@ def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:
     parent = outline.parents.get(call)
     targets = parent.targets if isinstance(parent, ast.Assign) else []
     return any("optim" in key_of(t).lower() for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))
+
+
+def enabled_with_adapters(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> list[Cast]:
+    """The casts of a model some layers of which are trained whole next to adapters: `model.projector.requires_grad_(True)` below them.
+
+    PEFT freezes what was enabled above, and casts its own adapters alone to float32.
+    """
+    outline = lineage.outline
+    is_lifted = any("kbit" in name for name in outline.calls) or outline.names.uses("unsloth")
+    if not parts or is_lifted or upcasts_parameters(outline) or lineage.is_adapted or lineage.is_restored:
+        return []
+    attached = list(attachments(outline))
+    for text, function in parts:
+        above = [site.call.lineno for site in attached if site.function is function]
+        sites = [s for name in ("requires_grad_", "parameters") for s in outline.calls.get(name, ())]
+        owned = [c for c, f in sites if f is function and text_of(getattr(c.func, "value", None)) == text]
+        is_below = bool(above) and any(call.lineno > max(above) for call in owned)
+        if is_below and not _ADAPTER.search(text) and trains_part_of(lineage, ((text, function),)):
+            return [replace(cast, key=text) for cast in lasting_casts(lineage) if cast.low]
+    return []

@@ -53,6 +53,7 @@ _PLAIN_BASES = {"", "object", "ABC", "abc.ABC"}  # "": Generic[T]
 _SCALES = regex(
     r"loss_is_scaled_for_ga|model_accepts_loss_kwargs|accepts_loss_kwargs|current_gradient_accumulation_steps"
 )
+_PARSERS = {"HfArgumentParser", "TrlParser"}  # the second extends the first
 PARSES = regex(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
@@ -141,7 +142,7 @@ def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast
             if (
                 _ARGUMENTS.search(name)
                 or _extends(value, name)
-                or (PARSES.search(name) and "HfArgumentParser" in outline.calls)
+                or (PARSES.search(name) and not outline.calls.keys().isdisjoint(_PARSERS))
             ):
                 return value
             target = outline.call_target(value, scope)

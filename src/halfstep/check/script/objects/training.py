@@ -21,7 +21,7 @@ from halfstep.check.script.objects.adapters import (
     adapter_use,
     is_attached_elsewhere,
     saved_layers,
-)
+)  # fmt: skip
 from halfstep.check.script.objects.chosen import is_low_with_adapters
 from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
@@ -53,6 +53,7 @@ from halfstep.check.script.objects.layers import (
     cast_layers,
     created_adapters,
     defined_optimizers,
+    enabled_with_adapters,
     is_created_low,
     is_of_trained,
     model_of_every_parameter,
@@ -367,9 +368,7 @@ class Training:
 
     def _trainer_ties(self) -> Iterator[Trained]:
         for name, sites in self.outline.calls.items():
-            if not is_trainer(self.outline, name):
-                continue
-            for call, function in sites:
+            for call, function in sites if is_trainer(self.outline, name) else ():
                 model = model_of(self.outline, call, function)
                 arguments = arguments_of(self.outline, call, function)
                 if model is None or arguments is None or is_sharded(self.outline, arguments, function):
@@ -393,6 +392,7 @@ class Training:
                 is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
                 if is_adapted:
                     casts = [c for c in self._low_adapters if lineage.has(c.key, c.function)]
+                    casts += enabled_with_adapters(lineage, self._enabled_parts)
                 if casts and (is_adapted or not self._is_spared(lineage)):
                     for cast in casts:
                         only = not without or without in conditions_of(self.outline, cast.node)

@@ -20,7 +20,9 @@ from halfstep.check.script.objects.expressions import (
     ADAPTER_FLAG,
     asks_for_adapters,
     conditions_of,
+    is_adapter_branch,
     is_after_training,
+    is_quantized_with,
     may_be_none,
 )
 from halfstep.check.script.objects.formats import (
@@ -326,6 +328,7 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         lineage.is_adapted |= "Peft" in owner and is_kept
         return
     dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
+    values = [v for v in keywords_of(outline, call, function, "torch_dtype", "dtype") if constant(v) is not None]
     for option in _QUANTIZED:
         value = keyword_of(outline, call, function, option)
         if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
@@ -334,11 +337,10 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
             continue  # `if args.qlora: options["quantization_config"] = ...`, and this load is in the other branch
         if asks_for_adapters(conditions_of(outline, call)):
             return  # `if args.qlora: model = load(quantization_config=...)`: the other branch loads its own
-        # `if args.quantize: options["quantization_config"] = ...`, unless the dtype is set under the same condition
-        shared = {*conditions_of(outline, call), *(conditions_of(outline, dtype) if dtype is not None else ())}
-        own = set(conditions_of(outline, value)) - shared
-        lineage.is_adapted |= not asks_for_adapters(tuple(own)) and not _is_other_branch(outline, value, dtype)
-    values = [v for v in keywords_of(outline, call, function, "torch_dtype", "dtype") if constant(v) is not None]
+        plain = [v for v in (*values,) or (dtype,) if not is_quantized_with(outline, call, value, v)]
+        lineage.is_adapted |= not plain
+        values = [v for v in values if v in plain]
+    values.sort(key=lambda v: any(map(is_adapter_branch, conditions_of(outline, v))))
     named = {formats_of(outline, value, function): value for value in reversed(values)}  # the first of each
     lineage.casts += [Cast(call, function, name, formats, "load", value) for formats, value in named.items()]
     full, is_written_out = outline.names.full(call.func), call.func.attr == "from_pretrained"
@@ -347,14 +349,6 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         lineage.casts.append(Cast(call, function, name, frozenset({AUTO}), "checkpoint"))
     elif not values and is_written_out and full.startswith("unsloth."):  # which chooses it where the GPU has it
         lineage.casts.append(Cast(call, function, name, frozenset({"bfloat16"}), "load"))
-
-
-def _is_other_branch(outline: Outline, quantized: ast.expr, dtype: ast.expr | None) -> bool:
-    """Whether `options["quantization_config"]` is set in one branch and the dtype in the other: one of them is used."""
-    if dtype is None:
-        return False
-    off = {(text, not is_true) for text, is_true in conditions_of(outline, quantized)}
-    return any(guard in off for guard in conditions_of(outline, dtype))
 
 
 def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:

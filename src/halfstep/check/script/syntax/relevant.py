@@ -28,6 +28,8 @@ _WORDS = (
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "cross_entropy", "requires_grad",
     "peft", "Lora", "lora_",
+    # Functions that only create the arguments of a Trainer.
+    "TrainingArguments", "SFTConfig(", "DPOConfig(", "GRPOConfig(", "ORPOConfig(", "KTOConfig(", "CPOConfig(", "RewardConfig(",
     # What an Accelerator or a Fabric prepares, whatever the variables are called.
     ".prepare(", ".setup(",
     # A constructor that stores the settings: `self.cfg.dtype` of another method, or another object, leads to it.
