@@ -198,6 +198,7 @@ class SchedulerIgnoresSkips(TraceRule):
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if PHASE.match(g.text) or _is_per_step(script, g, event)]
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
+        same += [g for g in event.guards if _records_step(script, g, step)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
@@ -246,6 +247,23 @@ def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
         return False
     values = script.outline.values(guard.text, step.function)
     return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
+
+
+def _records_step(script: Script, guard: Guard, step: Event) -> bool:
+    """Whether a condition is a flag that is True after a step, also a skipped one: `stepped = True` next to `scaler.step(optimizer)`."""
+    key = guard.text.partition("#")[0]
+    bound = [b for b in script.outline.bindings.get(key, ()) if b.function is step.function]
+    chosen = [b.node for b in bound if b.value is not None and constant(b.value) is True]
+    if (
+        not guard.is_true
+        or not chosen
+        or any(constant(b.value) not in {True, False} for b in bound if b.value is not None)
+    ):
+        return False
+    around, line = set(script.above(step.node)), getattr(step.node, "lineno", 0)
+    return all(b.value is not None for b in bound) and all(
+        script.outline.parents.get(node) in around and getattr(node, "lineno", 0) > line for node in chosen
+    )
 
 
 def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:
