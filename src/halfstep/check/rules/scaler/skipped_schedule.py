@@ -82,7 +82,8 @@ class SchedulerIgnoresSkips(TraceRule):
     reason = (
         "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
         "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
-        "rate that the script computes itself from a number of iterations or a counter that it increments after `scaler.step`."
+        "rate that the script computes itself, or with `scheduler(step)`, from a number of iterations, their share of an epoch or a counter "
+        "that it increments after `scaler.step`."
     )
     bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (

@@ -103,7 +103,7 @@ class EvaluationWithoutAutocast(ScriptRule):
     severity = "advice"
     reason = (
         "Validation in float32 needs up to twice the time and memory of validation under autocast, and evaluates different arithmetic "
-        "than training uses. Validation needs autocast, but not the scaler. MMEngine's `ValLoop` opens it only with fp16=True."
+        "than training uses. Validation needs autocast, but not the scaler; where it needs float32, a comment at `enabled=False` should say so. MMEngine's `ValLoop` opens it only with fp16=True."
     )
     bad = (_TRAIN + "model.eval()\nwith torch.no_grad():\n    for x, y in valid:\n        out = model(x)\n",)
     good = (
