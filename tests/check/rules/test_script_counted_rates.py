@@ -237,3 +237,35 @@ def train(model, loader, optimizer, scheduler, args):
 def test_a_flag_that_records_a_step(before, after, expected):
     """A flag that is set next to every call of `scaler.step` is true for a skipped step as well."""
     assert reported(RECORDED.format(before=before, after=after)) == expected
+
+
+RETURNED = """\
+import torch
+def one_step(model, x, i, optimizer, scaler):
+    stepped = False
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x) / 4
+    scaler.scale(loss).backward()
+    if (i + 1) % 4 == 0:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stepped = True
+    return loss, stepped
+def train(model, loader, optimizer, scheduler):
+    scaler = torch.amp.GradScaler("cuda")
+    for i, x in enumerate(loader):
+        loss, stepped = {call}
+        {after}
+        if stepped:
+            scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"), [("pass", [19]), ("stepped = ready(i)", []), ("loss, stepped = look(loss)", [])]
+)
+def test_a_flag_that_the_function_of_one_step_returns(after, expected):
+    """The caller's flag is the one that is set next to `scaler.step`, and nothing else assigns it."""
+    text = RETURNED.format(call="one_step(model, x, i, optimizer, scaler)", after=after)
+    assert reported(text) == expected

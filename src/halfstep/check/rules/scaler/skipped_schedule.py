@@ -199,7 +199,7 @@ class SchedulerIgnoresSkips(TraceRule):
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if PHASE.match(g.text) or _is_per_step(script, g, event)]
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
-        same += [g for g in event.guards if _records_step(script, g, step)]
+        same += [g for g in event.guards if _records_step(script, g, event, step)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
@@ -250,21 +250,25 @@ def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
     return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
 
 
-def _records_step(script: Script, guard: Guard, step: Event) -> bool:
-    """Whether a condition is a flag that is True after a step, also a skipped one: `stepped = True` next to `scaler.step(optimizer)`."""
-    key = guard.text.partition("#")[0]
-    bound = [b for b in script.outline.bindings.get(key, ()) if b.function is step.function]
-    chosen = [b.node for b in bound if b.value is not None and constant(b.value) is True]
-    if (
-        not guard.is_true
-        or not chosen
-        or any(constant(b.value) not in {True, False} for b in bound if b.value is not None)
-    ):
+def _records_step(script: Script, guard: Guard, event: Event, step: Event) -> bool:
+    """Whether a condition is a flag that is True after a step, also a skipped one: `stepped = True` next to `scaler.step(optimizer)`.
+
+    Also under the same name in the caller of the function that steps and returns it.
+    """
+    key, outline = guard.text.partition("#")[0], script.outline
+    bound = [b for b in outline.bindings.get(key, ()) if b.function is step.function]
+    if event.function is not step.function:
+        returned = [b.value for b in outline.bindings.get(key, ()) if b.function is event.function]
+        calls = [value for value in returned if isinstance(value, ast.Call)]
+        targets = [outline.call_target(call, event.function) for call in calls]
+        if len(calls) != len(returned) or any(target is not step.function for target in targets):
+            return False
+    flags = [constant(b.value) if b.value is not None else None for b in bound]
+    chosen = [b.node for b, flag in zip(bound, flags, strict=True) if flag is True]
+    if not guard.is_true or not chosen or any(flag not in {True, False} for flag in flags):
         return False
     around, line = set(script.above(step.node)), getattr(step.node, "lineno", 0)
-    return all(b.value is not None for b in bound) and all(
-        script.outline.parents.get(node) in around and getattr(node, "lineno", 0) > line for node in chosen
-    )
+    return all(outline.parents.get(node) in around and getattr(node, "lineno", 0) > line for node in chosen)
 
 
 def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:

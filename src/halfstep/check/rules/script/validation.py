@@ -152,7 +152,7 @@ class EvaluationWithoutAutocast(ScriptRule):
         nodes = {e.node for e in trained}
         shared = {guard for e in trained for guard in e.guards}  # conditions under which training has autocast
         for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
-            is_off = _is_validation(script, event) and without_reason(script, event, validated)
+            is_off = without_reason(script, event, validated) and _is_validation(script, event)
             if event.inside("owned") or (event.inside("autocast") and not is_off):
                 continue  # also in a region that is switched off for a part of a model, or with a reason
             other = dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in shared))

@@ -225,16 +225,20 @@ def without_reason(script: Script, event: Event, validated: list[Event]) -> bool
     """
     regions = [r for r in event.regions if r.kind == "autocast"]
     calls = [r.autocasts[0].node for r in regions if len(r.autocasts) == 1]
-    if len(calls) != len(regions) or any(constant(argument(c, None, "enabled")) is not False for c in calls):
+    if (
+        not regions
+        or len(calls) != len(regions)
+        or any(constant(argument(c, None, "enabled")) is not False for c in calls)
+    ):
         return False
     if any(e.function is event.function for e in validated):
         return False
-    text = script.source.text.splitlines()
     first = max(0, getattr(event.function.node, "lineno", 1) - 3)
-    comments = [line.partition("#")[2] for line in text[first : getattr(event.node, "lineno", 0)]]
+    lines = script.source.text.splitlines()[first : getattr(event.node, "lineno", 0)]
+    comments = [line.partition("#")[2] for line in lines]
     node = event.function.node
-    said = (ast.get_docstring(node) or "") if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
-    return not any(map(_REASON.search, (*comments, said)))
+    docstring = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    return not any(map(_REASON.search, (*comments, docstring or "")))
 
 
 def _is_only_sized(script: Script, call: ast.Call, function: Function) -> bool:
