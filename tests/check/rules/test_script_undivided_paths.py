@@ -131,6 +131,47 @@ def test_the_loss_of_a_trainer_that_ignores_the_number_of_tokens(changes, expect
     assert reported(text) == expected
 
 
+OWN_MODEL = """\
+import torch
+from transformers import Trainer, TrainingArguments
+class Policy(torch.nn.Module):
+    {switch}
+    def forward(self, x, labels=None, {extra}):
+        return {{"loss": self.loss(self.body(x), labels)}}
+class Own(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        {labels}
+        return model(**inputs)["loss"]
+def main(arguments):
+    model = {model}
+    args = TrainingArguments('out', bf16=True, gradient_accumulation_steps=arguments.accumulate)
+    Own(model=model, args=args).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [8]),
+        ({"extra": "scale=1.0"}, []),
+        ({"labels": "pass"}, []),
+        ({"model": "load(arguments)"}, []),
+        ({"model": "Policy() if arguments.own else load(arguments)"}, []),
+        ({"switch": "accepts_loss_kwargs = False"}, []),
+    ],
+)
+def test_the_model_of_a_trainer_that_the_file_defines(changes, expected):
+    """Any model whose forward takes `**kwargs` makes the Trainer leave the division to the loss, where the batch has labels to count."""
+    filled = {
+        "extra": "**kwargs",
+        "labels": "labels = inputs['labels']",
+        "model": "Policy()",
+        "switch": "pass",
+        **changes,
+    }
+    assert reported(OWN_MODEL.format(**filled)) == expected
+
+
 ONE_PRECISION = """\
 import torch
 from apex import amp

@@ -97,7 +97,9 @@ def {name}(model, loader):
 @pytest.mark.parametrize(
     ("name", "region", "call", "expected"),
     [
-        ("evaluate", "torch.autocast('cuda', enabled=False)", "model(x)", []),
+        ("evaluate", "torch.autocast('cuda', enabled=False)", "model(x)", [15]),
+        ("evaluate", "torch.cuda.amp.autocast(enabled=False)", "model(x)", [15]),
+        ("evaluate", "torch.autocast('cuda', enabled=False), torch.autocast('cpu', enabled=amp)", "model(x)", []),
         ("evaluate", "torch.autocast('cuda', enabled=amp)", "model(x)", []),
         ("encode", "torch.autocast('cuda', enabled=False)", "model(x)", []),
         ("evaluate", "tqdm(x)", "sliding_window_inference(x, size, 4, model)", [15]),
@@ -116,8 +118,26 @@ def {name}(model, loader):
     ],
 )
 def test_validation_through_a_library_or_with_autocast_off(name, region, call, expected):
-    """A sliding window runs the model it is passed; `enabled=False` around its forward is float32 by choice."""
+    """A sliding window runs the model it is passed; `enabled=False` around its forward is validation in float32, a flag is a choice."""
     assert reported(VALIDATED.format(name=name, region=region, call=call)) == expected
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ("torch.autocast('cuda', enabled=False):", [15]),
+        ("torch.autocast('cuda', enabled=False):  # one batch at a time", [15]),
+        ("torch.autocast('cuda', enabled=False):  # fp32 for stable metrics", []),
+        ("torch.autocast('cuda'), torch.autocast('cuda', enabled=False):", []),
+        (
+            "torch.autocast('cuda'):\n            first = model(x)\n        with torch.autocast('cuda', enabled=False):",
+            [],
+        ),
+    ],
+)
+def test_a_reason_for_validation_without_autocast(context, expected):
+    """A comment gives one, and so does a region that is on around a forward or next to it: then only a part needs float32."""
+    assert reported(VALIDATED.format(name="evaluate", region="A", call="model(x)").replace("A:", context)) == expected
 
 
 TRAINING = VALIDATED[: VALIDATED.index("@torch")]

@@ -82,7 +82,8 @@ class SchedulerIgnoresSkips(TraceRule):
     reason = (
         "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
         "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
-        "rate that the script computes itself from a number of iterations or a counter that it increments after `scaler.step`."
+        "rate that the script computes itself, or with `scheduler(step)`, from a number of iterations, their share of an epoch or a counter "
+        "that it increments after `scaler.step`."
     )
     bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (
@@ -198,6 +199,7 @@ class SchedulerIgnoresSkips(TraceRule):
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if PHASE.match(g.text) or _is_per_step(script, g, event)]
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
+        same += [g for g in event.guards if _records_step(script, g, event, step)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
@@ -246,6 +248,27 @@ def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
         return False
     values = script.outline.values(guard.text, step.function)
     return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
+
+
+def _records_step(script: Script, guard: Guard, event: Event, step: Event) -> bool:
+    """Whether a condition is a flag that is True after a step, also a skipped one: `stepped = True` next to `scaler.step(optimizer)`.
+
+    Also under the same name in the caller of the function that steps and returns it.
+    """
+    key, outline = guard.text.partition("#")[0], script.outline
+    bound = [b for b in outline.bindings.get(key, ()) if b.function is step.function]
+    if event.function is not step.function:
+        returned = [b.value for b in outline.bindings.get(key, ()) if b.function is event.function]
+        calls = [value for value in returned if isinstance(value, ast.Call)]
+        targets = [outline.call_target(call, event.function) for call in calls]
+        if len(calls) != len(returned) or any(target is not step.function for target in targets):
+            return False
+    flags = [constant(b.value) if b.value is not None else None for b in bound]
+    chosen = [b.node for b, flag in zip(bound, flags, strict=True) if flag is True]
+    if not guard.is_true or not chosen or any(flag not in {True, False} for flag in flags):
+        return False
+    around, line = set(script.above(step.node)), getattr(step.node, "lineno", 0)
+    return all(outline.parents.get(node) in around and getattr(node, "lineno", 0) > line for node in chosen)
 
 
 def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:

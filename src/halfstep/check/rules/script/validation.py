@@ -12,7 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
-from halfstep.check.script.flow.phases import is_drawn, is_preview, needs_no_region, only_in_training
+from halfstep.check.script.flow.phases import is_drawn, is_preview, needs_no_region, only_in_training, without_reason
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.validations import hands_out, named_validations, old_probabilities
 from halfstep.check.script.objects.expressions import options_of
@@ -103,7 +103,7 @@ class EvaluationWithoutAutocast(ScriptRule):
     severity = "advice"
     reason = (
         "Validation in float32 needs up to twice the time and memory of validation under autocast, and evaluates different arithmetic "
-        "than training uses. Validation needs autocast, but not the scaler. MMEngine's `ValLoop` opens it only with fp16=True."
+        "than training uses. Validation needs autocast, but not the scaler; where it needs float32, a comment at `enabled=False` should say so. MMEngine's `ValLoop` opens it only with fp16=True."
     )
     bad = (_TRAIN + "model.eval()\nwith torch.no_grad():\n    for x, y in valid:\n        out = model(x)\n",)
     good = (
@@ -152,8 +152,9 @@ class EvaluationWithoutAutocast(ScriptRule):
         nodes = {e.node for e in trained}
         shared = {guard for e in trained for guard in e.guards}  # conditions under which training has autocast
         for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
-            if event.inside("autocast") or event.inside("owned"):
-                continue  # also in a region that is switched off: a part of a model, or a validation, in float32 by choice
+            is_off = without_reason(script, event, validated) and _is_validation(script, event)
+            if event.inside("owned") or (event.inside("autocast") and not is_off):
+                continue  # also in a region that is switched off for a part of a model, or with a reason
             other = dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in shared))
             if without_amp(other) or any(_is_alternative(script, e, event, trained) for e in validated):
                 continue  # the branch without mixed precision

@@ -15,12 +15,12 @@ from halfstep.check.script.flow.validations import is_loaded_low
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
-from halfstep.check.script.objects.values import Autocast, argument, text_of
+from halfstep.check.script.objects.values import Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hooked_schedules", "is_drawn", "is_preview", "needs_no_region", "only_in_training"]
+__all__ = ["hooked_schedules", "is_drawn", "is_preview", "needs_no_region", "only_in_training", "without_reason"]
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
@@ -37,6 +37,11 @@ _MADE_UP = regex(r"^(zeros|ones|rand|randn|randint|empty|full)(_like)?$")
 _IN_FULL = regex(
     r"#.*(\b(sampl|run|evaluat|validat|infer|forward|predict|generat|test)\w*\b[^.,;:]*\bin (float32|fp32|full precision)\b|"
     r"\b(without|no) (autocast|amp)\b)",
+    re.IGNORECASE,
+)
+# A reason for a region that is switched off, whatever it says: in float32, without AMP, stable, exact.
+_REASON = regex(
+    r"fp32|float32|full[- ]precision|\bamp\b|autocast|stab(le|ility)|precis|exact|\bnan\b|overflow|determinis",
     re.IGNORECASE,
 )
 _SIZES = {"shape", "size", "ndim", "dim", "numel", "dtype", "device", "is_cuda"}
@@ -211,6 +216,29 @@ def _is_full_by_choice(script: Script, event: Event) -> bool:
     first = getattr(region.node if region is not None else event.function.node, "lineno", last)
     lines = script.source.text.splitlines()[max(0, first - 3) : last] if first <= last else []
     return any(map(_IN_FULL.search, lines))
+
+
+def without_reason(script: Script, event: Event, validated: list[Event]) -> bool:
+    """Whether a forward of a validation is in a region with `enabled=False` for which no comment or docstring gives a reason.
+
+    A region inside another that is on, or next to another forward under autocast, is for a part that needs float32.
+    """
+    regions = [r for r in event.regions if r.kind == "autocast"]
+    calls = [r.autocasts[0].node for r in regions if len(r.autocasts) == 1]
+    if (
+        not regions
+        or len(calls) != len(regions)
+        or any(constant(argument(c, None, "enabled")) is not False for c in calls)
+    ):
+        return False
+    if any(e.function is event.function for e in validated):
+        return False
+    first = max(0, getattr(event.function.node, "lineno", 1) - 3)
+    lines = script.source.text.splitlines()[first : getattr(event.node, "lineno", 0)]
+    comments = [line.partition("#")[2] for line in lines]
+    node = event.function.node
+    docstring = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    return not any(map(_REASON.search, (*comments, docstring or "")))
 
 
 def _is_only_sized(script: Script, call: ast.Call, function: Function) -> bool:

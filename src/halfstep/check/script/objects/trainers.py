@@ -167,13 +167,14 @@ def losses_without_count(outline: Outline) -> Iterator[tuple[ast.AST, str]]:
     values = [k.value for name, sites in outline.calls.items() if _ARGUMENTS.search(name) for c, _ in sites for k in c.keywords
               if k.arg == "gradient_accumulation_steps"]  # fmt: skip
     steps = next((text_of(value) for value in values if constant(value) != 1), "")
-    if not steps or not _loads_language_model(outline) or _SCALES.search(" ".join((*outline.loads, *outline.bindings))):
+    if not steps or _SCALES.search(" ".join((*outline.loads, *outline.bindings))):
         return
+    is_language_model = _loads_language_model(outline)
     for cls, methods in outline.classes.items():
         is_own = any(_TRAINER.search(outline.names.full(base)) for base in outline.bases.get(cls, ()))
         method = methods.get("compute_loss") if is_own and "training_step" not in methods else None
         arguments = getattr(method.node, "args", None) if method is not None else None
-        if method is None or arguments is None:
+        if method is None or arguments is None or not (is_language_model or _trains_own_model(outline, cls)):
             continue
         extra = arguments.kwarg.arg if arguments.kwarg is not None else ""
         loaded = {n.id for n in ast.walk(method.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
@@ -190,6 +191,24 @@ def _loads_language_model(outline: Outline) -> bool:
     return is_library and all(
         f is not None and isinstance(f.node, ast.FunctionDef) and f.node.args.kwarg for f in forwards
     )
+
+
+def _trains_own_model(outline: Outline, trainer: str) -> bool:
+    """Whether each model of a Trainer is of a class of the file whose forward takes `**kwargs`, and the file has `labels` to count."""
+    sites = outline.calls.get(trainer, ())
+    if not sites or "labels" not in outline.strings:
+        return False
+    for call, function in sites:
+        key = key_of(model_of(outline, call, function))
+        values = outline.values(key, function) if key else []
+        names = {key_of(value.func) for value in values if isinstance(value, ast.Call)}
+        forwards = [outline.classes.get(name, {}).get("forward") for name in names]
+        if len(values) != 1 or not forwards:
+            return False
+        for forward in forwards:
+            if forward is None or not isinstance(forward.node, ast.FunctionDef) or forward.node.args.kwarg is None:
+                return False
+    return True
 
 
 def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:

@@ -1,12 +1,14 @@
 """Learning rates that a loop assigns to its optimizer, `group["lr"] = rate(step)`, from a counter of its iterations.
 
 The counter is the loop's own (`enumerate(loader)`, `range(steps)`) or one that the loop increments wherever the optimizer steps. The rate
-depends on it through what the loop assigns before, or through a function of the file that receives it and sets the rate.
+depends on it through what the loop assigns before, or through a function that receives it: one of the file that sets the rate or calls
+another that does, or one of another file whose name says so, `scheduler(step)` or `adjust_learning_rate(optimizer, step)`.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,13 +18,20 @@ from halfstep.check.script.flow.order import AnyLoop, function_around, loops_aro
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.schedules import schedules_value
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RateSet", "rates_by_iteration", "sets_rates"]
 
-_ASSIGNS_RATE = regex(r"\[['\"]lr['\"]\]\s*=[^=]")
+_ASSIGNS_RATE = regex(
+    r"\[['\"]lr['\"]\]\s*=[^=]|^[ \t]+[\w.]*schedul(?:er|e)\(|\bstep_schedulers\(|(?:adjust|set|update|assign|apply)_(?:lr|learning_rate)\w*\(",
+    re.MULTILINE,
+)
+# A schedule that is called, `scheduler(step)`, and methods and functions of other files that set the rate for a step.
+_SCHEDULE = regex(r"^_?(lr_?)?(scheduler|schedule|step_schedulers)$")
+_SETS_RATE = regex(r"^_?(adjust|set|update|assign|apply)_(lr|learning_rate)(_|$)")
 _GROUPS = regex(r"param_?groups")
 _COUNTS = {"range", "trange", "count"}
 _BARS = {"tqdm", "track", "trange", "progress_bar"}
@@ -47,7 +56,8 @@ def sets_rates(script: Script) -> bool:
 def rates_by_iteration(script: Script, step: Event) -> Iterator[RateSet]:
     """The learning rates that the loop around a step sets from a counter of its iterations."""
     loops = loops_around(script, step)
-    while loops and last_name(step.local.optimizer) in targets_of(loops[-1]):
+    stepped = {last_name(step.local.optimizer), step.local.optimizer.partition(".")[0]}  # `wrapper.optimizer`
+    while loops and stepped & targets_of(loops[-1]):
         loops.pop()  # over the optimizers
     if not loops:
         return
@@ -102,22 +112,53 @@ def _raised_by_one(node: ast.AST) -> str:
     return key if key_of(value.left) == key and constant(value.right) == 1 else ""
 
 
-def _settings(script: Script, loop: AnyLoop, function: Function) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
-    """Where a loop sets learning rates, and the values that decide them: an assignment, or the call of a function that has one."""
-    for node in ast.walk(loop):
+def _settings(
+    script: Script, part: ast.AST, function: Function, depth: int = 1
+) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+    """Where a loop sets learning rates, and the values that decide them: an assignment, or the call of a function that has one.
+
+    Also where a function that the loop calls, `train_step(batch, step)`, sets them from what it is passed.
+    """
+    for node in ast.walk(part):
         if isinstance(node, ast.Assign) and _is_rate(script, node):
             yield node, [node.value]
-        elif (
-            isinstance(node, ast.Call)
-            and node.args
-            and "." not in (name := key_of(node.func).removeprefix("self."))
-            and name
-        ):
+        elif not isinstance(node, ast.Call) or not (node.args or node.keywords):
+            continue
+        elif _names_rate(script, node, function):
+            yield node, arguments_of(node)
+        elif "." not in (name := key_of(node.func).removeprefix("self.")) and name:
             target = script.outline.call_target(node, function)
-            if target is None or _SEARCHES.search(target.name):
+            if target is None or target is function or _SEARCHES.search(target.name):
                 continue
             if any(isinstance(n, ast.Assign) and _is_rate(script, n) for n in ast.walk(target.node)):
                 yield node, arguments_of(node)
+            elif depth:
+                for inner, values in _settings(script, target.node, target, depth - 1):
+                    keys = {key for value in values for key in _keys(value)}
+                    if passed := [value for name, value in _passed(node, target) if name in keys]:
+                        yield inner, passed
+
+
+def _names_rate(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a call of a schedule, or of a function of another file, sets the learning rate by its name."""
+    key = key_of(call.func)
+    name = last_name(key)
+    if not _SCHEDULE.search(name) and not _SETS_RATE.search(name):
+        return False
+    if script.outline.call_target(call, function) is not None or any("scaler" in key_of(v) for v in arguments_of(call)):
+        return False  # one that receives the scaler may look at the scale
+    is_alone = isinstance(script.outline.parents.get(call), ast.Expr)
+    if _SETS_RATE.search(name):
+        return is_alone or any("optim" in key_of(value) for value in arguments_of(call))
+    created = [value for value in script.outline.values(key, function) if isinstance(value, ast.Call)]
+    return is_alone and not any(schedules_value(value, text_of(value.func)) for value in created)
+
+
+def _passed(call: ast.Call, target: Function) -> Iterator[tuple[str, ast.expr]]:
+    """The parameters of a function, each with what a call passes for it by position or name."""
+    is_bound = bool(target.method) and target.params[:1] == ("self",)
+    yield from zip(target.params[is_bound:], call.args, strict=False)
+    yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
 
 
 def _is_rate(script: Script, assign: ast.Assign) -> bool:
@@ -132,7 +173,7 @@ def _is_rate(script: Script, assign: ast.Assign) -> bool:
 
 
 def _follows(value: ast.expr, counter: str, loop: AnyLoop) -> bool:
-    """Whether a value depends on a counter through what a loop assigns; a position in epochs, `i / len(loader)`, does not count."""
+    """Whether a value depends on a counter through what a loop assigns, as a position in epochs does too: `epoch + i / len(loader)`."""
     followed: set[str] = set()
     waiting, depth = [value], 0
     while waiting and depth <= MAX_DEPTH:
@@ -154,13 +195,13 @@ def _assigned(loop: AnyLoop, keys: set[str]) -> Iterator[ast.expr]:
 
 
 def _keys(value: ast.expr) -> Iterator[str]:
-    """The variables in a value, except in a number of epochs and in what is called."""
+    """The variables in a value, except in a whole number of epochs and in what is called."""
     waiting: list[ast.AST] = [value]
     while waiting:
         node = waiting.pop()
         if (
             isinstance(node, ast.BinOp)
-            and isinstance(node.op, (ast.Div, ast.FloorDiv))
+            and isinstance(node.op, ast.FloorDiv)
             and _LOADER_LENGTH.search(text_of(node.right))
         ):
             continue
