@@ -110,6 +110,7 @@ class Lineage:
     places: dict[tuple[str, Function | str], Function] = field(default_factory=dict)
     casts: list[Cast] = field(default_factory=list)
     creations: list[Creation] = field(default_factory=list)  # calls of classes and functions of other files
+    loads: list[ast.Call] = field(default_factory=list)  # also those that quantize
     copied: dict[tuple[str, Function | str], ast.Call] = field(default_factory=dict)  # that deepcopy was called on
     is_adapted: bool = False  # quantized, or wrapped with an adapter
     frozen_when: dict[str, None] = field(default_factory=dict)  # options that freeze the model
@@ -327,6 +328,7 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         is_kept = not asks_for_adapters(conditions_of(outline, call)) and not is_merged(outline, call, function)
         lineage.is_adapted |= "Peft" in owner and is_kept
         return
+    lineage.loads.append(call)
     dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
     values = [v for v in keywords_of(outline, call, function, "torch_dtype", "dtype") if constant(v) is not None]
     for option in _QUANTIZED:
