@@ -111,13 +111,13 @@ def test_float32_parts_of_a_16_bit_model_are_silent(setup, params):
 
 
 def test_an_option_that_quantizes_leaves_the_other_branch():
-    """`options["quantization_config"]` under a condition: without it the weights have 16 bits."""
+    """`options["quantization_config"]` under a condition: without it the weights have 16 bits, and with it no adapters."""
     text = HEAD + (
         "options = {}\nif args.quantize:\n    options['quantization_config'] = BitsAndBytesConfig(load_in_4bit=True)\n"
         "else:\n    options['torch_dtype'] = torch.bfloat16\n"
         "model = AutoModelForCausalLM.from_pretrained('x', **options)\n"
     )
-    assert codes(text + TRAIN.format(flags="bf16=True")) == ["HS277:8", "HS613:5"]  # and the first branch has no adapters
+    assert codes(text + TRAIN.format(flags="bf16=True")) == ["HS277:8", "HS613:5"]
     always = text.replace("if args.quantize:\n    ", "").replace("else:\n    ", "")
     assert codes(always + TRAIN.format(flags="bf16=True")) == ["HS613:4"]
 

@@ -48,5 +48,6 @@ def _trained_loads(script: Script) -> list[set[ast.Call]]:
         for trainer, function in sites[:_MAX_TRAINERS] if is_trainer(outline, name) else ():
             model = model_of(outline, trainer, function)
             lineage = script.training.model(model, function) if model is not None else None
-            trained.append({call for call in lineage.loads if key_of(call.func).endswith("from_pretrained")} if lineage else set())
+            loads = lineage.loads if lineage is not None else []
+            trained.append({call for call in loads if key_of(call.func).endswith("from_pretrained")})
     return trained
