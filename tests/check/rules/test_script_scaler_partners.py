@@ -46,11 +46,19 @@ def test_a_null_context_is_returned():
     assert [f.line for f in findings(text, "HS134")] == [4]
 
 
-def test_a_null_context_for_one_format():
-    """HS134: a region that the name of a format replaces, beside a scaler that is always enabled."""
-    context = f"ctx = nullcontext() if args.dtype == 'float32' else {CAST}"
-    (finding,) = findings(CHOSEN.format(made=ALWAYS, context=context), "HS134")
+@pytest.mark.parametrize(
+    "context",
+    [
+        f"ctx = nullcontext() if args.dtype == 'float32' else {CAST}",
+        "ctx = torch.autocast('cuda', dtype=torch.float16, enabled=args.dtype != 'float32')",
+    ],
+)
+@pytest.mark.parametrize("made", [ALWAYS, "scaler = torch.amp.GradScaler('cuda', enabled=True)"])
+def test_a_region_that_one_format_switches_off(made, context):
+    """HS134: a region that the name of a format switches off, next to a scaler that is always enabled."""
+    (finding,) = findings(CHOSEN.format(made=made, context=context), "HS134")
     assert "when `dtype` is 'float32'" in finding.message
+    assert finding.severity == "advice"
 
 
 @pytest.mark.parametrize(

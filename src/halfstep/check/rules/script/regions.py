@@ -66,7 +66,7 @@ class ScalerWithoutAutocast(TraceRule):
     reason = (
         "A GradScaler prepares for the small range of float16 gradients; it does not change the dtype of any computation. Without "
         "an autocast region the model runs in float32 at the usual speed and memory, and the scaler adds a pass over the "
-        "gradients and skipped steps. Usually the region was forgotten."
+        "gradients and skipped steps. Usually the region was forgotten; advice where an option switches it off, or replaces it by `nullcontext()`."
     )
     bad = (
         _LOOP.format(forward="    loss = loss_fn(model(x), y)\n"),
