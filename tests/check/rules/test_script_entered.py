@@ -196,7 +196,6 @@ def test_a_value_of_the_setting_enables_the_scaler_and_not_the_region(region, sc
         ('cfg.precision != "no"', "cfg.precision == 'fp16'"),
         ("cfg.amp", IS_FLOAT16),
         ('cfg.precision in ("fp16", "bf16")', IS_FLOAT16),
-        ('cfg.precision != "no"', "True"),
     ],
 )
 def test_switches_that_agree_for_every_value_that_the_file_names(region, scaler):

@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, function_around, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import is_passed_in
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of, lightning_methods, trains_in_fp16
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -241,14 +241,14 @@ def framework_precisions(script: Script) -> set[str]:
 
 
 class ScalerWithFramework(TraceRule):
-    """The script uses its own GradScaler in addition to that of Accelerate or Fabric."""
+    """The script uses its own GradScaler in addition to that of Accelerate, Fabric or Lightning."""
 
     code = "HS131"
     name = "second-scaler"
     severity = "error"
     reason = (
         "With mixed_precision='fp16' Accelerate has its own GradScaler, and the optimizer that `prepare` returns steps through it; so "
-        "does Fabric with precision='16-mixed'. A second scaler either scales the loss twice, or steps an optimizer whose own "
+        "does Fabric with precision='16-mixed', and Lightning's Trainer for the optimizers of `self.optimizers()`. A second scaler either scales the loss twice, or steps an optimizer whose own "
         "scaler has not scaled any loss, which raises AssertionError. Without the argument, `accelerate launch` decides the precision. "
         "With a DeepSpeedPlugin the prepared optimizer's step does nothing: only `accelerator.backward` steps."
     )
@@ -269,9 +269,20 @@ class ScalerWithFramework(TraceRule):
     kinds = ("scaler_step", "scale")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """The findings in `script`, one per scaler."""
+        """The findings in `script`, one per scaler; also for Lightning modules, whose optimizers are the Trainer's."""
         by_place = {(finding.line, finding.column): finding for finding in super().check(script)}
         yield from by_place.values()
+        # `self.scaler.step(self.optimizers())`: the optimizer steps through the scaler of the Trainer.
+        steps = [e for e in script.events("scaler_step") if e.scaler] if "ightning" in script.source.text else []
+        methods = set(lightning_methods(script)) if steps and trains_in_fp16(script) else set()
+        for event in steps:
+            scalers = scalers_at(script, event) if event.function in methods and not switched_off(script, event) else []
+            for scaler in scalers[:1]:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{event.scaler}` steps an optimizer ({script.at(event.node)}) that already has the float16 scaler of Lightning's Trainer",
+                    instead="remove the scaler; call self.manual_backward(loss), then optimizer.step()",
+                )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step of the script's own scaler, or a loss it scales, when the framework runs in float16."""

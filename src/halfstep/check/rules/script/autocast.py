@@ -14,7 +14,7 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import region_left_open
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, argument, constant, dtypes_of, text_of
-from halfstep.check.script.regions.devices import is_device, is_dtype, numbered_device
+from halfstep.check.script.regions.devices import is_device, is_dtype, is_number, untyped_device
 from halfstep.check.script.regions.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.handlers import catches_type_error
@@ -153,7 +153,7 @@ class AutocastDevice(ScriptRule):
     severity = "error"
     reason = (
         '`torch.amp.autocast` and `torch.autocast` require the device type as a string such as "cuda" or "cpu". '
-        "Without it they raise TypeError; a torch.device, a bool or a dtype raises ValueError. Only the deprecated "
+        "Without it they raise TypeError; a torch.device, the number of a GPU, a bool or a dtype raises ValueError, and a string has no `.type`. Only the deprecated "
         "torch.cuda.amp.autocast has no device type. No version of torch has `torch.cuda.autocast`: AttributeError."
     )
     bad = (
@@ -195,11 +195,14 @@ class AutocastDevice(ScriptRule):
                 fault = f"expects the device type first, not `{text_of(device)}`"
             elif is_device(script, device, region):
                 fault = f"expects the device type as a string, but `{text_of(device)}` is a torch.device"
-            elif number := numbered_device(script, device, region.function):
+            elif is_number(script, device, region):
+                fault = f"expects the device type as a string, but `{text_of(device)}` is the number of a GPU"
+            elif untyped := untyped_device(script, device, region.function):
+                kind, text, value = untyped
                 yield self.finding(
                     script.where(device),
-                    f"`{number[0]}` raises AttributeError where the device is the number `{text_of(number[1])}` ({script.at(number[1])})",
-                    instead='torch.device("cuda", number)',
+                    f"`{text}` raises AttributeError where the device is the {kind} `{text_of(value)}` ({script.at(value)})",
+                    instead='torch.device("cuda", number)' if kind == "number" else text.removesuffix(".type"),
                 )
             if fault:
                 yield self.finding(

@@ -28,6 +28,8 @@ from halfstep.check.script.regions.forwards import (
     mentions_16_bits,
     was_forgotten,
 )
+from halfstep.check.script.scaling.device_tests import asks_for_cuda
+from halfstep.check.script.scaling.null_contexts import switch_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -36,6 +38,7 @@ from halfstep.check.script.syntax.settled import Setting, named_values
 __all__ = ["RULES"]
 
 _FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
+_DEVICE = regex(r"device|cuda|gpu|backend", re.IGNORECASE)
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
 # A setting from outside: `args.use_amp`, `self.cfg["use_amp"]`, `config.get("use_amp", True)`.
 _OPTION = regex(
@@ -63,7 +66,7 @@ class ScalerWithoutAutocast(TraceRule):
     reason = (
         "A GradScaler prepares for the small range of float16 gradients; it does not change the dtype of any computation. Without "
         "an autocast region the model runs in float32 at the usual speed and memory, and the scaler adds a pass over the "
-        "gradients and skipped steps. Usually the region was forgotten."
+        "gradients and skipped steps. Usually the region was forgotten; advice where an option switches it off, or replaces it by `nullcontext()`."
     )
     bad = (
         _LOOP.format(forward="    loss = loss_fn(model(x), y)\n"),
@@ -233,23 +236,27 @@ class ScalerWithoutAutocast(TraceRule):
         if opened is None or any(map(is_amp, (*event.guards, *opened.guards))) or _casts(trace):
             return None
         autocasts = opened.regions[-1].autocasts
-        own, others = argument(scalers[0].node, None, "enabled"), [argument(a.node, None, "enabled") for a in autocasts]
+        own, others = argument(scalers[0].node, None, "enabled"), [switch_of(script, a) for a in autocasts]
+        is_fixed = own is None or isinstance(own, ast.Constant)
         if (
-            own is None
-            or isinstance(own, ast.Constant)
+            (is_fixed and scalers[0].enabled != "yes")
             or None in others
             or any(_is_passed_on(script, a) for a in autocasts)
         ):
             return None
-        switches = [(node, opened.function) for node in others if node is not None]
-        for name, values in named_values(script.outline, [(own, scalers[0].function), *switches]).items():
+        asked = [(own, scalers[0].function)] if own is not None and not is_fixed else []
+        switches = [s for s in others if s is not None]
+        for name, values in named_values(script.outline, [*asked, *switches]).items():
+            if is_fixed and _DEVICE.search(name):
+                continue  # a scaler for CUDA does nothing without it
             for value in sorted(values):
                 setting = Setting(script.outline, name, value)
-                if setting.of(own, scalers[0].function) is True and all(setting.of(*s) is False for s in switches):
+                if all(setting.of(*a) is True for a in asked) and all(setting.of(*s) is False for s in switches):
                     return self.finding(
                         script.where(scalers[0].node),
                         f"when `{name}` is {value!r}, the scaler is enabled and autocast ({script.at(opened.node)}) is not: everything runs in float32",
                         instead="enable both by the same test",
+                        severity="advice" if is_fixed else None,
                     )
         return None
 
@@ -261,8 +268,8 @@ class ScalerWithoutAutocast(TraceRule):
             return None
         tested = (event.node, scalers[0].node)  # a literal of the call may have decided a guard of the trace
         guards = (*event.guards, *opened.guards, *(g for node in tested for g in conditions_of(script.outline, node)))
-        switches = [argument(a.node, None, "enabled") for a in opened.regions[-1].autocasts]
-        options = {_option_of(script, node, opened.function) for node in switches if node is not None}
+        switches = [switch_of(script, a) for a in opened.regions[-1].autocasts]
+        options = {_option_of(script, *switch) for switch in switches if switch is not None}
         option = options.pop() if len(options) == 1 and None not in switches else ""
         if not option or not is_amp((option, True)) or any(map(is_amp, guards)):
             return None
@@ -329,6 +336,9 @@ def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 
     """The option that a flag is, as written, also through variables; "" for anything else, such as a constant of the file."""
     while isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
         node = node.args[0]
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+        parts = [part for part in node.values if not asks_for_cuda(part)]  # without CUDA the scaler does nothing either
+        return _option_of(script, parts[0], function, depth) if len(parts) == 1 else ""
     key, text = key_of(node), text_of(node)
     if _OPTION.fullmatch(text) and not script.outline.bindings.get(key):
         return text

@@ -74,7 +74,7 @@ class Fp16WithoutScaler(TraceRule):
     reason = (
         "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
         "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler. "
-        "A warning where only another value of a setting than the file's own leads there, or a dtype of None, for which CUDA takes float16."
+        "A warning where only another value of a setting than the file's own leads there, another device, or a dtype of None, for which CUDA takes float16."
     )
     bad = (
         PLAIN_LOOP.format(dtype="float16"),

@@ -216,6 +216,8 @@ class _Walk:
                 if inner is not None and not _LATER.search(text_of(call.func)):
                     self.jump(call, inner, under, loops, regions)
             if action is not None:
+                if action.kind == "opt_step" and (run := self.outline.passed_target(call, self.function)) is not None:
+                    self.jump(call, run, under, loops, regions)  # a closure, which the step calls first
                 scaled, scaler = action.scaled, action.scaler
                 if action.kind in {"backward", "item"} and scaled != "yes" and action.subject in self.scaled:
                     scaled = self.known_scaled(action.subject, under, surely=action.kind == "backward")

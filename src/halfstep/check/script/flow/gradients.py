@@ -26,6 +26,7 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.counted_windows import ends_counted_window
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -129,7 +130,7 @@ def measured_when(script: Script, event: Event) -> tuple[Guard, ...] | None:
 
 def unscaled_between(script: Script, trace: Trace, first: int, last: int) -> bool:
     """Whether the gradients that `trace[last]` is about are unscaled, or already used, since `trace[first]`."""
-    since = [e for e in between(trace, first, last, "unscale", *STEPS) if not _ends_window(trace, e, last)]
+    since = [e for e in between(trace, first, last, "unscale", *STEPS) if not _ends_window(script, trace, e, last)]
     if any(e.kind in STEPS for e in since):
         return True
     unscales = [e for e in since if not is_of_another(script, trace, e, trace[last])]
@@ -138,11 +139,11 @@ def unscaled_between(script: Script, trace: Trace, first: int, last: int) -> boo
     return len(partial) < len(unscales) or any(not compatible(a, b) for a in partial for b in partial)
 
 
-def _ends_window(trace: Trace, event: Event, last: int) -> bool:
+def _ends_window(script: Script, trace: Trace, event: Event, last: int) -> bool:
     """Whether an event ends the windows of a loop, and `trace[last]` is for the micro-batches left over after the loop."""
     use = trace[last]
     is_inside = len(event.loops) > len(use.loops) and event.loops[: len(use.loops)] == use.loops
-    if not is_inside or not event.accumulating or event.roots != use.roots:
+    if not is_inside or event.roots != use.roots or not (event.accumulating or ends_counted_window(script, event)):
         return False
     return any(e.kind == "scaler_step" and e.loops == use.loops and compatible(e, use) for e in trace[last + 1 :])
 

@@ -1,4 +1,4 @@
-"""Devices that autocast rejects: a torch.device, or the number of a GPU."""
+"""Devices that autocast rejects: a torch.device, or the number of a GPU; and names of devices that are asked for their type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_device", "is_dtype", "numbered_device"]
+__all__ = ["is_device", "is_dtype", "is_number", "untyped_device"]
 
 _NUMBERS = {"torch.cuda.current_device", "torch.cuda.device_count"}
 
@@ -35,7 +35,36 @@ def is_dtype(script: Script, device: ast.expr, region: Autocast) -> bool:
     return named and UNKNOWN not in dtypes_of(script.outline, device, region.function)
 
 
-def numbered_device(script: Script, device: ast.expr, function: Function) -> tuple[str, ast.expr] | None:
+def is_number(script: Script, device: ast.expr, region: Autocast) -> bool:
+    """Whether the device type of a region is the number of a GPU: `autocast(local_rank)`."""
+    key = key_of(device)
+    if not key or key in region.function.params or ("." in key and key not in script.outline.bindings):
+        return _is_number(script, device)
+    values = script.outline.values(key, region.function)
+    return bool(values) and all(_is_number(script, value) for value in values)
+
+
+def untyped_device(script: Script, device: ast.expr, function: Function) -> tuple[str, str, ast.expr] | None:
+    """Whether the device of `device.type` is a string or a number: which of the two, that expression, and the value."""
+    if (name := _named_device(script, device, function)) is not None:
+        return "string", text_of(device), name
+    number = _numbered_device(script, device, function)
+    return ("number", *number) if number is not None else None
+
+
+def _named_device(script: Script, device: ast.expr, function: Function) -> ast.expr | None:
+    """The name of a device, `"cuda" if torch.cuda.is_available() else "cpu"`, whose `type` the device type of a region is."""
+    owner = device.value if isinstance(device, ast.Attribute) and device.attr == "type" else None
+    key = key_of(owner) if owner is not None else ""
+    if not key.isidentifier() or key in function.params:
+        return None
+    tests = [n.test for n in script.above(device) if isinstance(n, (ast.If, ast.IfExp))]
+    values = script.outline.values(key, function)
+    is_named = len(values) == 1 and all(isinstance(constant(arm), str) for arm in arms_of(values[0]))
+    return values[0] if is_named and not any(key in text_of(test) for test in tests) else None
+
+
+def _numbered_device(script: Script, device: ast.expr, function: Function) -> tuple[str, ast.expr] | None:
     """The expression `device.type` of a device type whose device some line sets to the number of a GPU, with that number.
 
     Also of `device if isinstance(device, str) else device.type`, and of an entry: `config["device"]` after

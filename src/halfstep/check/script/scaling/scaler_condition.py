@@ -16,7 +16,9 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
 from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
+from halfstep.check.script.scaling.flag_pairs import unscaled_option
 from halfstep.check.script.scaling.joint_flags import exclude_each_other
+from halfstep.check.script.scaling.on_cpu import float16_on_cpu
 from halfstep.check.script.scaling.other_values import (
     disabled_by_value,
     float16_by_default,
@@ -58,7 +60,12 @@ class Omission:
 
 def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
     """The case in which a region computes in float16 and its scaler is disabled; None if the text shows none."""
-    return _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
+    omission = _omitted_by(script, scalers[0], opened) if len(scalers) == 1 else None
+    if omission is None and (on_cpu := float16_on_cpu(script, scalers, opened)) is not None:
+        scaler, test = on_cpu
+        when = f"on the CPU the scaler is disabled (`{text_of(test)}`) and the region computes in float16, so"
+        return Omission(scaler.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
+    return omission
 
 
 def spares_half_weights(script: Script, step: Event, scalers: Sequence[Scaler]) -> bool:
@@ -112,7 +119,10 @@ def _is_on_without(script: Script, region: Autocast, guard: Guard, event: Event,
     enabled = argument(region.node, 2 if region.api == "torch.amp.autocast" else 0, "enabled")
     flag = (ast.get_source_segment(script.source.text, enabled) or "") if enabled is not None else ""
     made = [text_of(node) for e in scaled for s in scalers_at(script, e) for node in (s.node, s.parent)]
-    return not flag or not any(re.search(rf"(?<![\w.]){re.escape(flag)}(?![\w.])", t) for t in (guard.text, *made))
+    # `self.amp` may stand as the parameter `amp` of the constructor in a condition.
+    names = {flag, flag.removeprefix("self.")} if flag else set()
+    tests = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names]
+    return not any(test.search(text) for test in tests for text in (guard.text, *made))
 
 
 def _is_wider(script: Script, region: str, scaler: str, event: Event) -> bool:
@@ -221,6 +231,8 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
         return Omission(
             scaler.node, when, f"take the dtype of autocast from `{key}`", "error" if is_only else "warning"
         )
+    if (pair := unscaled_option(script, scaler, opened)) is not None:
+        return Omission(scaler.node, f"{pair[0]} the scaler is disabled, and", "decide both by one option")
     if (choice := float16_without_cuda(script, scaler, opened)) is not None:
         when = f"without CUDA the dtype is float16 (`{text_of(choice)}` is false) and the scaler is disabled, so on the CPU"
         return Omission(opened.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
