@@ -51,13 +51,13 @@ def _sum_in(script: Script, function: Function, depth: int) -> ast.Call | None:
             if _sums(script, node, own):
                 return node
             inner = _inner(script, node, function) if node.args and _is_of(node.args[0], own) and depth else None
-            found = _sum_in(script, inner, depth - 1) if inner is not None and inner is not function else None
-            if found is not None:
-                return found
+            summed = _sum_in(script, inner, depth - 1) if inner is not None and inner is not function else None
+            if summed is not None:
+                return summed
         for node in ast.walk(statement):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-                kept = _is_of(node.value, own)
-                own = own | {node.targets[0].id} if kept else own - {node.targets[0].id}
+                is_own = _is_of(node.value, own)
+                own = own | {node.targets[0].id} if is_own else own - {node.targets[0].id}
     return None
 
 

@@ -124,19 +124,19 @@ def _is_shown(nodes: list[ast.AST], parents: Parents, node: ast.AST, depth: int)
 def _stays(outline: Outline, nodes: list[ast.AST], parents: Parents, name: str) -> bool:
     """Whether everything that the file does with a dictionary is to read literal keys, and to show or store it as a whole."""
     attribute = f"self.{name.removeprefix('self.')}"
-    kept = False
+    is_attribute = False
     for node in nodes:
         key = key_of(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         if key not in (name, attribute) or isinstance(getattr(node, "ctx", None), ast.Store):
             continue
         parent = parents.get(node)
         if isinstance(parent, ast.Assign) and key_of(parent.targets[0]) == attribute:
-            kept = True  # `self.config = config`
+            is_attribute = True  # `self.config = config`
         elif not _is_stored(nodes, parents, node) and not _keeps(
             outline, parents, node, parent, name.removeprefix("self.")
         ):
             return False
-    return not kept or all(
+    return not is_attribute or all(
         getattr(b, "id", getattr(b, "attr", "")) in _PLAIN for bs in outline.bases.values() for b in bs
     )
 
