@@ -129,6 +129,7 @@ import torch
         ("max_norm=1.0", "pass", "", "", []),  # of anything
         ("max_grad_norm=1.0", "pass", "@register\n", "", []),  # what calls it may pass what others read
         ("max_grad_norm=1.0", "pass", "", "LOOPS = {'plain': train}", []),
+        ("max_grad_norm=1.0", "pass", "", "def train(model):\n    pass", []),  # this one runs
         ("max_grad_norm=1.0", "pass", "", "train(model, loader, optimizer, 2.0)", [2]),
     ],
 )

@@ -25,9 +25,14 @@ def idle_limits(script: Script, settings: Settings) -> Iterator[tuple[ast.AST, F
     A method may have the signature that a base class asks for, and so may a function that is passed on as a value.
     """
     outline, text = script.outline, script.source.text
+    last = {
+        (f.cls, f.name): f for f in outline.functions
+    }  # a function that another one of its name replaces never runs
     stepping = {function for name in ("step", "scaler_step") for _, function in outline.calls.get(name, ())}
     for function in {f: None for _, f in outline.calls.get("backward", ()) if f in stepping}:
         if isinstance(function.node, ast.Module) or (function.cls and inherits(outline, function.cls)):
+            continue
+        if last.get((function.cls, function.name)) is not function:
             continue
         is_value = outline.loads[function.name] > len(outline.calls.get(function.name, ()))
         if getattr(function.node, "decorator_list", None) or is_value or "locals" in outline.calls:
