@@ -130,7 +130,11 @@ OF_DATACLASS = READ.format("config.", "")
         (LIMIT.replace("1.0", "None") + OF_CLASS, []),  # nothing to clip at
         (LIMIT.replace("MAX_GRAD_NORM = 1.0", "clip_min = 1.0") + OF_CLASS, []),
         (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 4") + OF_CLASS, [8]),
-        (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 1") + OF_CLASS, []),
+        (
+            LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 1") + OF_CLASS,
+            [8],
+        ),  # another number would change nothing
+        (LIMIT.replace("MAX_GRAD_NORM = 1.0", "ACCUM_STEPS = 0") + OF_CLASS, []),
         (LIMIT + OF_CLASS + "clip_gradients(model, CFG)\n", []),  # of another file, which may read it
         (LIMIT + OF_CLASS + "show(CFG)\n", [8]),
         (TABLE.replace("'use_amp': True", "'grad_clip': 0.5") + OF_TABLE, [2]),
@@ -158,7 +162,10 @@ def test_a_file_that_leaves_the_step_to_another_may_leave_it_the_limit():
     [
         ("'--max_grad_norm', type=float, default=1.0", LOOP, [4]),
         ("'--gradient-accumulation-steps', type=int, default=4", LOOP, [4]),
-        ("'--max_grad_norm', type=float, default=0.0", LOOP, []),
+        ("'--max_grad_norm', type=float, default=0.0", LOOP, [4]),  # what a command passes changes nothing
+        ("'--grad_accum', type=int, default=1", LOOP, [4]),
+        ("'--grad_accum', type=int, default=1", LOOP + "wandb.init(config={'accum': args.grad_accum})\n", [4]),
+        ("'--grad_accum', type=int, default=1", LOOP + "save({'accum': args.grad_accum})\n", []),
         ("'--max_grad_norm', type=float, default=1.0", LOOP + "clip(args.max_grad_norm)\n", []),
         ("'--max_norm', type=float, default=1.0", LOOP, []),  # of an embedding, or of anything else
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -17,8 +18,10 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
-from halfstep.check.script.scaling.idle_choices import idle_accelerators, idle_policies
+from halfstep.check.script.scaling.idle_choices import idle_choices
+from halfstep.check.script.scaling.idle_limits import idle_attributes, idle_limits
 from halfstep.check.script.scaling.stored_flags import idle_flags, powerless_flags, shadowed_flags
+from halfstep.check.script.scaling.unread_keys import unread_keys
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.outline import Function
@@ -123,8 +126,8 @@ class UnusedPrecisionOption(ScriptRule):
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too. The same is true of a "
         'parameter that a function ignores, overwrites or only stores, of a dtype that is chosen and not used (`"bf16"` where only `"fp16"` enters '
-        "autocast), and of a limit of the gradient norm or a number of micro-batches that nothing reads: clipping and accumulation stay "
-        "what the code fixes."
+        "autocast), of a region that is created and never entered, and of a limit of the gradient norm or a number of micro-batches that nothing "
+        "but messages and logs read: clipping and accumulation stay what the code fixes."
     )
     bad = (
         _TRAINED.format(flag=""),
@@ -158,7 +161,7 @@ class UnusedPrecisionOption(ScriptRule):
         lines: set[int] = set()
         for part in (
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
-            self._still_scaled, self._powerless, self._fixed, self._idle, self._unanswered,
+            self._still_scaled, self._powerless, self._fixed, self._idle, self._unanswered, self._limits,
         ):  # fmt: skip
             reported = [
                 finding for finding in part(script) if finding.line not in lines
@@ -171,10 +174,10 @@ class UnusedPrecisionOption(ScriptRule):
             return
         options = Options(script)
         named = (PRECISION_OPTION, _SCALE, _CHOICE)
-        use = _settings_of(script).use_in_step
+        use = _settings_of(script).use_of_number
         precise = [o for o in options.declared if any(p.search(o[2].lower()) for p in named) or names_format(o[0])]
         precise = [o for o in precise if not is_amplitude(o[0], o[2])]
-        precise += [o for o in options.declared if o not in precise and use(o[2], argument(o[0], None, "default"))]
+        precise += [o for o in options.declared if o not in precise and use(o[2])]
         if not precise or not stays_here(options):
             return
         full = script.outline.names.full  # `torch.amp` reads no option
@@ -213,7 +216,9 @@ class UnusedPrecisionOption(ScriptRule):
         calls = script.outline.calls.keys()
         if not any(name == "backward" or name.endswith("Trainer") for name in calls) or calls & _BY_NAME:
             return
-        for node, what, use in unread_settings(script.outline, script.tree, script.source.text, _settings_of(script)):
+        named = _settings_of(script)
+        fields = unread_settings(script.outline, script.tree, script.source.text, named)
+        for node, what, use in itertools.chain(fields, unread_keys(script, named)):
             text = f"{what}: the run is the same with and without it"
             yield self.finding(script.where(node), text, instead=f"{use}, or remove it")
 
@@ -273,6 +278,16 @@ class UnusedPrecisionOption(ScriptRule):
                         instead=f"use {name} for autocast and the scaler, or remove it",
                     )
 
+    def _limits(self, script: Script) -> Iterator[Finding]:
+        """Limits of the gradients and numbers of micro-batches that a training function takes or its class stores, and nothing reads."""
+        settings = _settings_of(script)
+        for node, function, effect, use in idle_limits(script, settings) if settings.has_steps else ():
+            text = f"`{function.name}` {effect} its parameter `{getattr(node, 'arg', '')}`: the run is the same with every value"
+            yield self.finding(script.where(node), text, instead=f"{use}, or remove the parameter")
+        for node, key, use in idle_attributes(script, settings) if settings.has_steps else ():
+            text = f"`{key}` is stored, and nothing but messages depend on it: the run is the same with every value"
+            yield self.finding(script.where(node), text, instead=f"{use}, or remove it")
+
     def _powerless(self, script: Script) -> Iterator[Finding]:
         """Precision flags of a class that trains, which nothing but messages depend on, in a file where nothing computes in 16 bits."""
         for node, key, effect in powerless_flags(script, _FLAG):
@@ -288,17 +303,9 @@ class UnusedPrecisionOption(ScriptRule):
             yield self.finding(script.where(parameter), text, instead=instead)
 
     def _idle(self, script: Script) -> Iterator[Finding]:
-        """Policies of FSDP and Accelerators with a precision that nothing trains with."""
-        for call, name in idle_policies(script):
-            text = f"`{name}` is created and passed to nothing: the model keeps its own dtype"
-            instead = f"pass it to FSDP (mixed_precision={name}) or fully_shard (mp_policy={name})"
-            yield self.finding(script.where(call), text, instead=instead)
-        for call, name in idle_accelerators(script):
-            text = (
-                f"the precision of `{name}` has no effect: it prepares no model, and nothing enters `{name}.autocast()`"
-            )
-            instead = f"model, optimizer = {name}.prepare(model, optimizer), and {name}.backward(loss)"
-            yield self.finding(script.where(call), text, instead=instead)
+        """Policies of FSDP, Accelerators, regions and dtypes to load with a precision that nothing trains with."""
+        for node, text, instead in idle_choices(script):
+            yield self.finding(script.where(node), text, instead=instead)
 
     def _overwritten(self, script: Script) -> Iterator[Finding]:
         """Precision parameters that the first statement with their name overwrites."""

@@ -16,6 +16,7 @@ from halfstep.check.script.objects.modules import attribute_values
 from halfstep.check.script.objects.outputs import in_no_grad, is_product, leaves_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, dtypes_of, text_of
 from halfstep.check.script.regions.callers import regions_around
+from halfstep.check.script.scaling.summing_losses import summing_losses
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -80,7 +81,8 @@ class ReductionInHalf(ScriptRule):
     reason = (
         "A float16 sum of ones stops growing at 2048 (2048 + 1 rounds to 2048), sums overflow beyond 65504, and a softmax over a "
         "long row loses most of its small terms. Autocast runs these operations in float32 for that reason. A region with enabled=False "
-        "does not: it leaves float16 inputs as they are, so that they need a `.float()`."
+        "does not: it leaves float16 inputs as they are, so that they need a `.float()`. Nor does a loss that is called after the region, such as "
+        "a Dice loss that sums what the model returned."
     )
     bad = (
         "import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float16)\n",
@@ -118,6 +120,21 @@ class ReductionInHalf(ScriptRule):
                     )
                 elif name == "softmax" and value is not None and script.autocasts and _is_kept(script, call, function):
                     yield from self._check_exit(script, call, value, function)
+        yield from self._check_losses(script)
+
+    def _check_losses(self, script: Script) -> Iterator[Finding]:
+        """Losses of the script's own that sum what a model computed in an autocast region which ends before them."""
+        for (call, function), reduced in summing_losses(script) if script.autocasts else ():
+            if in_autocast(script, call, function):
+                continue
+            exit_ = leaves_autocast(script, call.args[0], function, call.lineno)
+            if exit_ is not None and exit_.formats == {"float16"}:
+                unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+                yield self.finding(
+                    script.where(call),
+                    f"`{text_of(reduced)}` ({script.at(reduced)}) sums in float16{unless} ({exit_.cause}): a sum overflows beyond 65504",
+                    instead=f"compute the loss inside the region, or of `{text_of(call.args[0])}.float()`",
+                )
 
     def _check_exit(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
         """A softmax after an autocast region of the logits that were computed in it."""

@@ -3,39 +3,51 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Outline, last_name_of
 
-__all__ = ["SHOWS", "is_only_shown", "shows_only"]
+__all__ = ["SHOWS", "is_message", "is_only_shown", "shows_only"]
 
 # Functions that print, log or describe what they receive.
 SHOWS = frozenset({
     "print", "pprint", "info", "debug", "warning", "warn", "error", "log", "write", "add_text", "rule", "secho", "echo", "rank_zero_info",
     "print_rank_0", "print_rank0", "print0", "log_info", "log_message",
 })  # fmt: skip
+# Functions that record the settings of a run next to its results; `wandb.init(config=...)` is one by its keyword.
+_RECORDS = frozenset({"log_hyperparams", "log_params", "log_param", "log_config", "init_trackers", "add_hparams"})
 _PASSES_ON = (ast.keyword, ast.FormattedValue, ast.JoinedStr, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp)
 _TEXT = {"str", "repr", "format", "bool", "upper", "lower", "join"}
 
 
 def is_only_shown(outline: Outline, node: ast.expr) -> bool:
     """Whether a value is part of a message, or decides which message is printed."""
-    key, part = key_of(node), outline.parents.get(node)
+    return is_message(outline.parents, node)
+
+
+def is_message(parents: Mapping[ast.AST, ast.AST], node: ast.expr) -> bool:
+    """The same of a value in a tree of which these are the parents; what a logger stores with the run is a message too."""
+    key, part = key_of(node), parents.get(node)
     child: ast.AST = node
+    in_table = False
     while part is not None and not isinstance(part, ast.stmt):
         if isinstance(part, ast.Call):
             name = last_name_of(part.func)
-            if name in SHOWS and child is not part.func:
+            is_config = name == "init" and isinstance(child, ast.keyword) and child.arg == "config"
+            if (name in SHOWS or name in _RECORDS or is_config) and child is not part.func:
                 return True
-            if name not in _TEXT:
+            if name not in _TEXT or in_table:
                 return False
+        elif isinstance(part, ast.Dict | ast.DictComp | ast.List | ast.Tuple):
+            in_table = True
         elif isinstance(part, ast.Attribute):
             if part.attr not in _TEXT:
                 return False
         elif not isinstance(part, _PASSES_ON) and not isinstance(part, ast.IfExp):
             return False
-        child, part = part, outline.parents.get(part)
-    if not isinstance(part, ast.If) or part.test is not child:
+        child, part = part, parents.get(part)
+    if in_table or not isinstance(part, ast.If) or part.test is not child:
         return False
     return shows_only([*part.body, *part.orelse], key)
 

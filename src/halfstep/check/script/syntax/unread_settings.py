@@ -1,4 +1,4 @@
-"""Settings of a file that trains which nothing in it reads: fields, class attributes, keys, constants and options of a command.
+"""Settings of a file that trains which nothing in it reads: fields, class attributes, constants and options of a command.
 
 Another file may read some of them. This one is where settings are used if it reads most of the others.
 """
@@ -15,11 +15,11 @@ from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.unread import is_unread, last_of, read_names
 
-__all__ = ["Settings", "unread_settings"]
+__all__ = ["FEW", "SETTINGS", "Settings", "for_this_file", "unread_settings"]
 
 _PRECISION_USE = "use it for autocast, the scaler or the arguments of the trainer"
 FEW = 5  # fields; with fewer, a file may as well only create the object
-_SETTINGS = regex(
+SETTINGS = regex(
     r"^(cfg|conf|config|args|hparams?|hyper_?param\w*|params|settings?|opts?|options)$|(config|cfg|_settings|_args)$",
     re.IGNORECASE,
 )
@@ -92,29 +92,35 @@ class Settings:
 
     def use_in_step(self, name: str, value: ast.expr | None) -> str:
         """What should use a limit of the gradients, or a number of micro-batches; empty where its value asks for neither."""
-        number = value.value if self.has_steps and isinstance(value, ast.Constant) else None
-        if not isinstance(number, bool | int | float) or not number:
-            return ""
-        if _CLIP.fullmatch(name.lower()):
+        number = value.value if isinstance(value, ast.Constant) else None
+        return self.use_of_number(name) if isinstance(number, bool | int | float) and number else ""
+
+    def use_of_number(self, name: str) -> str:
+        """The same of an option or a parameter, which gets its value from elsewhere."""
+        if self.has_steps and _CLIP.fullmatch(name.lower()):
             return "use it for clip_grad_norm_"
-        is_accumulation = number > 1 and _ACCUMULATION.fullmatch(name.lower())
+        is_accumulation = self.has_steps and _ACCUMULATION.fullmatch(name.lower())
         return "step the optimizer once in this many micro-batches" if is_accumulation else ""
 
 
 def unread_settings(outline: Outline, tree: ast.Module, text: str, settings: Settings) -> Unread:
     """The settings that are never read, each with what is wrong with it and what should use it."""
     nodes = all_nodes(tree)
-    named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Dict | ast.Assign)]
+    named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.Assign)]
     if named:
-        read = read_names(nodes)
-        if settings.has_steps and _passes_on(outline, _STEPS):
-            settings = replace(settings, has_steps=False)
-        if settings.has_formats and _shares(outline, nodes):
-            settings = replace(settings, has_formats=False)
-        yield from _fields(outline, tree, text, settings, read)
-        yield from _keys(tree, text, settings)
+        settings = for_this_file(outline, nodes, settings)
+        yield from _fields(outline, tree, text, settings, read_names(nodes))
     yield from _constants(outline, tree, text, settings)
     yield from _commands(outline, text, settings.flag)
+
+
+def for_this_file(outline: Outline, nodes: Collection[ast.AST], settings: Settings) -> Settings:
+    """What settings decide here, where functions of other files get them as a whole and may clip, step or compute by them."""
+    if settings.has_steps and _passes_on(outline, _STEPS):
+        settings = replace(settings, has_steps=False)
+    if settings.has_formats and _shares(outline, nodes):
+        settings = replace(settings, has_formats=False)
+    return settings
 
 
 def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, read: set[str]) -> Unread:
@@ -122,21 +128,23 @@ def _fields(outline: Outline, tree: ast.Module, text: str, settings: Settings, r
     if outline.calls.keys() & _WHOLE or ".__dict__" in text or _reads_any(outline):
         return
     for node in all_statements(tree):
-        if not isinstance(node, ast.ClassDef) or not set(map(last_of, node.bases)) <= _MODELS:
+        bases = set(map(last_of, node.bases)) - {"object"} if isinstance(node, ast.ClassDef) else set()
+        if not isinstance(node, ast.ClassDef) or not bases <= _MODELS:
             continue
-        is_dataclass = bool(node.bases) or "dataclass" in map(last_of, node.decorator_list)
-        if not is_dataclass and not (_SETTINGS.search(node.name) and all(map(_is_setting, node.body))):
+        is_dataclass = bool(bases) or "dataclass" in map(last_of, node.decorator_list)
+        body = _constructed(node) or node.body
+        if not is_dataclass and not (SETTINGS.search(node.name) and all(map(_is_setting, body))):
             continue
-        fields = {name: s for s in node.body for name in _assigned(s)}
+        fields = {name: s for s in body for name in _assigned(s)}
         num_read = len(fields.keys() & read)
         if num_read < max(FEW, len(fields) * 2 / 3):
             continue
         for name, statement in fields.items():
             # By the text as well: the tree has the default of a field in the place of `config.bf16`.
-            written = re.search(rf"[.\"']{name}\b", text)
+            written = len(re.findall(rf"[.\"']{name}\b", text)) - (body is not node.body)
             use = settings.use_of_field(name, getattr(statement, "value", None))
             use = use or settings.use_for_scale(name, fields.keys() & read)
-            if name not in read and written is None and use:
+            if name not in read and not written and use:
                 what = f"`{name}` is never read in this file, which reads {num_read} other fields of `{node.name}`"
                 yield statement, what, use
 
@@ -154,7 +162,7 @@ def _passes_on(outline: Outline, names: re.Pattern[str]) -> bool:
     for name, sites in outline.calls.items():
         for call, function in sites if names.search(name) else ():
             values = [*call.args, *(k.value for k in call.keywords)]
-            is_passed = any(isinstance(v, ast.Name | ast.Attribute) and _SETTINGS.search(last_of(v)) for v in values)
+            is_passed = any(isinstance(v, ast.Name | ast.Attribute) and SETTINGS.search(last_of(v)) for v in values)
             if is_passed and outline.call_target(call, function) is None:
                 return True
     return False
@@ -171,7 +179,7 @@ def _shares(outline: Outline, nodes: Collection[ast.AST]) -> bool:
     for call in calls:
         values = [] if last_of(call.func) in own else [*call.args, *(k.value for k in call.keywords)]
         named = {last_of(v) for v in values if isinstance(v, ast.Name | ast.Attribute)} - others
-        if any(map(_SETTINGS.search, named)):
+        if any(map(SETTINGS.search, named)):
             return True
     return False
 
@@ -190,35 +198,20 @@ def _is_setting(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Pass)
 
 
+def _constructed(node: ast.ClassDef) -> list[ast.stmt]:
+    """The assignments of a class that is nothing but a constructor without parameters, `self.amp = False`; empty for any other."""
+    methods = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    first = methods[0] if len(methods) == 1 else None
+    if not isinstance(first, ast.FunctionDef) or first.name != "__init__" or len(_parameters(first)) != 1:
+        return []
+    return first.body
+
+
 def _assigned(statement: ast.stmt) -> list[str]:
+    """The names that a statement gives a value: of variables, and of attributes of `self`."""
     targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    return [t.id for t in targets if isinstance(t, ast.Name)]
-
-
-def _keys(tree: ast.Module, text: str, settings: Settings) -> Unread:
-    """Keys of a dictionary of settings that the file reads by the other keys, and passes nowhere as a whole."""
-    for statement in tree.body:
-        table = statement.value if isinstance(statement, ast.Assign) else None
-        names = _assigned(statement)
-        if not isinstance(table, ast.Dict) or len(names) != 1 or not _SETTINGS.search(names[0]):
-            continue
-        items = list(zip(table.keys, table.values, strict=True))
-        keys = {k.value: (k, v) for k, v in items if isinstance(k, ast.Constant) and isinstance(k.value, str)}
-        rest = text.replace("\\", "")
-        num_read = sum(_is_written(rest, key) > 1 for key in keys)
-        uses = re.findall(rf"\b{names[0]}\b(?!\s*=[^=])(.?)", text)
-        if num_read < max(FEW, len(keys) * 2 / 3) or len(keys) < len(table.keys) or set(uses) - {"["}:
-            continue
-        for key, (node, value) in keys.items():
-            use = settings.use_of_field(key, value)
-            if use and _is_written(rest, key) == 1:
-                what = f"`{key}` is never read in this file, which reads {num_read} other keys of `{names[0]}`"
-                yield node, what, use
-
-
-def _is_written(text: str, key: str) -> int:
-    """How often a text has a key in quotes."""
-    return len(re.findall(rf"[\"']{re.escape(key)}[\"']", text))
+    own = [t.attr for t in targets if isinstance(t, ast.Attribute) and getattr(t.value, "id", "") == "self"]
+    return [*(t.id for t in targets if isinstance(t, ast.Name)), *own]
 
 
 def _constants(outline: Outline, tree: ast.Module, text: str, settings: Settings) -> Unread:
@@ -264,7 +257,8 @@ def _commands(outline: Outline, text: str, flag: re.Pattern[str]) -> Unread:
 
 
 def _arguments(function: Function) -> list[ast.arg]:
-    if isinstance(function.node, ast.Module):
-        return []
-    arguments = function.node.args
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [] if isinstance(function.node, ast.Module) else _parameters(function.node)
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
