@@ -17,13 +17,14 @@ from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
 from halfstep.check.script.objects.chosen import float16_ways
 from halfstep.check.script.objects.formats import formats_of, keyword_of
-from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
+from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, is_trainer, model_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
+from halfstep.check.script.trained.idle_flags import is_idle
 
 __all__ = ["RULES"]
 
@@ -174,16 +175,20 @@ class HalfComputeWithoutScale(ScriptRule):
                 if (choice := _shared_choice(script, arguments, function)) is not None:
                     yield self._report_choice(script, arguments, choice)
                     continue
-                if not _is_unscaled(script, arguments, function):
+                unless = _unscaled_unless(script, arguments, function)
+                if unless is None:
                     continue
                 own = script.training.model(model, function)
                 base = next((b for b in bases if _is_made_from(script, b, own)), None)
                 base = base or next(iter(_float16(script, own)), None)
                 if base is not None:
                     where = arguments if outline.parents.get(arguments) is not None else call
-                    yield self._report(
-                        script, where, base, "neither fp16 nor bf16 is set (unless the launcher sets mixed precision)"
+                    set_by = (
+                        f"`{'` or `'.join(unless)}` is on, which is off by default"
+                        if unless
+                        else "the launcher sets mixed precision"
                     )
+                    yield self._report(script, where, base, f"neither fp16 nor bf16 is set (unless {set_by})")
 
     def _report_choice(self, script: Script, arguments: ast.Call, choice: _Choice) -> Finding:
         model = f"`{choice.cast.key}`" if choice.cast.key else "the model"
@@ -300,14 +305,25 @@ def _shared_choice(script: Script, arguments: ast.Call, function: Function) -> _
 
 
 def _is_unscaled(script: Script, arguments: ast.Call, function: Function) -> bool:
-    """Whether arguments of transformers leave fp16 and bf16 off; those of TRL turn bf16 on by themselves."""
+    """Whether arguments of transformers leave fp16 and bf16 off in every run."""
+    return _unscaled_unless(script, arguments, function) == []
+
+
+def _unscaled_unless(script: Script, arguments: ast.Call, function: Function) -> list[str] | None:
+    """The flags for fp16 and bf16 that are off by default; none if nothing sets either, and None if a run has one of them anyway.
+
+    The configurations of TRL turn bf16 on by themselves, unless they get it.
+    """
     outline = script.outline
-    if not text_of(arguments.func).endswith("TrainingArguments") or is_sharded(outline, arguments, function):
-        return False
-    if any(k.arg is None for k in arguments.keywords) or "deepspeed" in script.source.text.lower():
-        return False
     flags = [keyword_of(outline, arguments, function, name) for name in ("fp16", "bf16", "half_precision_backend")]
-    return all(flag is None or constant(flag) in {False, None} for flag in flags)
+    is_own = text_of(arguments.func).endswith("TrainingArguments")
+    if (not is_own and (flags[1] is None or constant(flags[1]) is None)) or is_sharded(outline, arguments, function):
+        return None
+    if PARSES.search(text_of(arguments.func)) or any(k.arg is None for k in arguments.keywords):
+        return None
+    if "deepspeed" in script.source.text.lower() or not all(is_idle(outline, flag, function) for flag in flags):
+        return None
+    return [text_of(flag) for flag in flags if flag is not None and constant(flag) is ...]
 
 
 RULES: tuple[type[Rule], ...] = (HalfComputeWithoutScale,)

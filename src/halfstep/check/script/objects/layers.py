@@ -167,7 +167,7 @@ def added_adapters(outline: Outline, model: Callable[[ast.expr, Function], Linea
             is_before = cast.function is attached.function and cast.node.lineno < attached.call.lineno
             if cast.low and is_before:
                 yield replace(cast, key=attached.targets[0] if attached.targets else cast.key)
-            elif cast.low and cast.form == "load" and cast.function is not attached.function:
+            elif cast.low and cast.form in {"load", "factory"} and cast.function is not attached.function:
                 yield cast
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "is_gradient",
     "joins_gradients",
     "low_layer",
+    "part_dtype",
     "reads_gradients",
     "tensor_of",
 ]
@@ -176,6 +177,12 @@ def dtype_of_weight(outline: Outline, call: ast.Call, function: Function) -> ast
     if outline.names.full(call.func) == "torch.nn.Parameter":
         made = _tensor_of_parameter(outline, call, function)
     return keyword_of(outline, made, function, "dtype", "torch_dtype") if made is not None else None
+
+
+def part_dtype(outline: Outline, call: ast.Call, function: Function, name: str) -> ast.expr | None:
+    """The dtype that a loader gets for one of the models it returns, `unet_dtype=` of what is assigned to `self._unet`."""
+    part = last_name(name).strip("_")
+    return keyword_of(outline, call, function, f"{part}_dtype", f"{part}_weight_dtype") if part.isidentifier() else None
 
 
 def _tensor_of_parameter(outline: Outline, call: ast.Call, function: Function) -> ast.Call | None:

@@ -36,11 +36,8 @@ from halfstep.check.script.objects.expressions import (
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of
 from halfstep.check.script.objects.freezing import (
-    SWITCHES,
-    enabled_parts,
     freezes,
     freezing_loops,
-    is_switched_on,
     keeps_low,
     lowered_parts,
     may_be_frozen,
@@ -76,6 +73,7 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, conditions_of, trace_model
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
+from halfstep.check.script.trained.enabling import SWITCHES, enabled_parts, is_switched_on
 
 __all__ = ["Trained", "Training"]
 
@@ -234,7 +232,11 @@ class Training:
                 lineage = self.model(owner, scope)
                 for cast in casts:
                     reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
-                    if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
+                    if (
+                        reaches
+                        and not lineage.is_restored
+                        and self._reaches(cast, call, function, owner, is_adapted=True)
+                    ):
                         yield Trained(cast, call, function, replace(lineage, is_adapted=True))
 
     def _saved_ties(
