@@ -54,6 +54,7 @@ Trainer(model=model, args=args, train_dataset=data).train()
 """
 # These cast the float16 parts of the model to float32.
 _RAISES = regex(r"prepare_model_for_(kbit|int8)|prepare_for_(kbit|int8)|upcast|convert_fp16_to_fp32")
+_QUERY = regex(r"^(?!not )(?!.* or )(?!.* if ).*(is_bf16_supported\(|is_bfloat16_supported\(|get_device_capability\()")
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 
@@ -184,11 +185,11 @@ class HalfComputeWithoutScale(ScriptRule):
                 if base is not None:
                     where = arguments if outline.parents.get(arguments) is not None else call
                     set_by = (
-                        f"`{'` or `'.join(unless)}` is on, which is off by default"
+                        f"unless `{'` or `'.join(unless)}` is"
                         if unless
-                        else "the launcher sets mixed precision"
+                        else "(unless the launcher sets mixed precision)"
                     )
-                    yield self._report(script, where, base, f"neither fp16 nor bf16 is set (unless {set_by})")
+                    yield self._report(script, where, base, f"neither fp16 nor bf16 is set {set_by}")
 
     def _report_choice(self, script: Script, arguments: ast.Call, choice: _Choice) -> Finding:
         model = f"`{choice.cast.key}`" if choice.cast.key else "the model"
@@ -310,7 +311,7 @@ def _is_unscaled(script: Script, arguments: ast.Call, function: Function) -> boo
 
 
 def _unscaled_unless(script: Script, arguments: ast.Call, function: Function) -> list[str] | None:
-    """The flags for fp16 and bf16 that are off by default; none if nothing sets either, and None if a run has one of them anyway.
+    """The flags for fp16 and bf16 that are off by default or on older GPUs; none if nothing sets either, None if each run has one.
 
     The configurations of TRL turn bf16 on by themselves, unless they get it.
     """
@@ -321,9 +322,19 @@ def _unscaled_unless(script: Script, arguments: ast.Call, function: Function) ->
         return None
     if PARSES.search(text_of(arguments.func)) or any(k.arg is None for k in arguments.keywords):
         return None
-    if "deepspeed" in script.source.text.lower() or not all(is_idle(outline, flag, function) for flag in flags):
+    if "deepspeed" in script.source.text.lower():
+        return None
+    # `bf16=torch.cuda.is_bf16_supported()`: older GPUs compute in float16.
+    is_query = flags[1] is not None and _QUERY.search(text_of(_settled(outline, flags[1], function))) is not None
+    if not all(is_idle(outline, flag, function) for flag in flags if flag is not flags[1] or not is_query):
         return None
     return [text_of(flag) for flag in flags if flag is not None and constant(flag) is ...]
+
+
+def _settled(outline: Outline, flag: ast.expr, function: Function) -> ast.expr:
+    """The only value of a variable, or the expression itself."""
+    values = outline.values(key_of(flag), function) if isinstance(flag, ast.Name) else []
+    return values[0] if len(values) == 1 else flag
 
 
 RULES: tuple[type[Rule], ...] = (HalfComputeWithoutScale,)

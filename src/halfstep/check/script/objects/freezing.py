@@ -25,6 +25,7 @@ __all__ = [
     "may_be_frozen",
     "restored_layers",
     "restoring_loop",
+    "trains_chosen",
     "trains_lifted_part",
     "trains_part_of",
 ]
@@ -106,15 +107,32 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         return False  # the other layers are trained in 16 bits
     if _freezes_named(loop) and not _has_new_layers(lineage, loop):
         return False  # the layers of other names are trained
-    # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
-    # layers have 16 bits too.
-    text = ast.unparse(loop)
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
-    chooses |= "requires_grad_(True)" in text or bool(_CHOOSES.search(text))
+    chooses |= "requires_grad_(True)" in ast.unparse(loop) or bool(_CHOOSES.search(ast.unparse(loop)))
+    return not chooses or not _keeps_dtype(lineage, loop, function)
+
+
+def _keeps_dtype(lineage: Lineage, loop: ast.For, function: Function) -> bool:
+    """Whether the layers that a loop chooses to train have 16 bits too: the model is cast after it, or has no layers of its own."""
+    text = ast.unparse(loop)
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
     whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage, loop)
     names = [part.rpartition(".")[2] for part in lifted_parts(lineage)]
-    return not chooses or not (later or whole) or any(name in text for name in names)
+    return (later or whole) and not any(name in text for name in names)
+
+
+def trains_chosen(lineage: Lineage, function: Function, line: int) -> bool:
+    """Whether a loop below a line that freezes a model trains some of its parameters again, by their names: `if name in chosen:`."""
+    outline = lineage.outline
+    for call, scope in outline.calls.get("named_parameters", ()):
+        loop = outline.parents.get(call)
+        is_below = scope is function and isinstance(loop, ast.For) and loop.iter is call and loop.lineno > line
+        owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not is_below or not isinstance(loop, ast.For) or not lineage.has(owner, function):
+            continue
+        if re.search(r"requires_grad( = |_\()True", ast.unparse(loop)) and _keeps_dtype(lineage, loop, function):
+            return True
+    return False
 
 
 def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:

@@ -23,6 +23,7 @@ __all__ = [
     "is_gradient",
     "joins_gradients",
     "low_layer",
+    "makes_model",
     "part_dtype",
     "reads_gradients",
     "tensor_of",
@@ -51,6 +52,11 @@ _PARAMETERS = {"parameters", "named_parameters"}
 # Tensors into one, or a list.
 _JOINS = {"cat", "concat", "concatenate", "hstack", "stack", "_flatten_dense_tensors", "list", "tuple"}
 _SHAPES = {"view", "view_as", "flatten", "reshape", "ravel", "contiguous"}
+
+# Functions of other files that create a model, and variables that are one.
+_FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
+_MAKES = regex(r"^_*(create|build|load|make|get|init|initialize|setup|prepare)_")
+_RESULT = regex(r"(^|[._])(model|net|unet|transformer|policy)$")
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -183,6 +189,11 @@ def part_dtype(outline: Outline, call: ast.Call, function: Function, name: str) 
     """The dtype that a loader gets for one of the models it returns, `unet_dtype=` of what is assigned to `self._unet`."""
     part = last_name(name).strip("_")
     return keyword_of(outline, call, function, f"{part}_dtype", f"{part}_weight_dtype") if part.isidentifier() else None
+
+
+def makes_model(last: str, name: str) -> bool:
+    """Whether a function of another file creates a model, by its name or by that of its result: `model, tok = load_chat(...)`."""
+    return bool(_FACTORY.search(last)) or (bool(_MAKES.search(last)) and bool(_RESULT.search(name)))
 
 
 def _tensor_of_parameter(outline: Outline, call: ast.Call, function: Function) -> ast.Call | None:

@@ -41,6 +41,7 @@ from halfstep.check.script.objects.freezing import (
     keeps_low,
     lowered_parts,
     may_be_frozen,
+    trains_chosen,
     trains_lifted_part,
     trains_part_of,
 )
@@ -142,9 +143,10 @@ class Training:
 
     def _is_without_engine(self, tie: Trained) -> bool:
         """Whether weights are cast or an optimizer is created only where no engine of DeepSpeed is: `if not use_deepspeed:`."""
-        sites = self.outline.library_calls.get("deepspeed.initialize", ())
-        engines = [conditions_of(self.outline, site.call) for site in sites]
-        own = [conditions_of(self.outline, node) for node in (tie.cast.node, tie.by)]
+        engines = [
+            conditions_of(self.outline, s.call) for s in self.outline.library_calls.get("deepspeed.initialize", ())
+        ]
+        own = [conditions_of(self.outline, n) for n in (tie.cast.node, tie.by)]
         return bool(engines) and all(any(not possible(engine, guards) for guards in own) for engine in engines)
 
     @cached_property
@@ -231,12 +233,9 @@ class Training:
                 yield from self._saved_ties(call, function, owner)
                 lineage = self.model(owner, scope)
                 for cast in casts:
-                    reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
-                    if (
-                        reaches
-                        and not lineage.is_restored
-                        and self._reaches(cast, call, function, owner, is_adapted=True)
-                    ):
+                    is_same = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
+                    reaches = is_same and self._reaches(cast, call, function, owner, is_adapted=True)
+                    if reaches and not lineage.is_restored:
                         yield Trained(cast, call, function, replace(lineage, is_adapted=True))
 
     def _saved_ties(
@@ -285,11 +284,11 @@ class Training:
 
     def _is_spared(self, lineage: Lineage, *, lists_trained: bool = False) -> bool:
         """Whether this file adapts, quantizes or casts the model back to float32, or freezes it, unless it lists what is trained."""
-        is_raised = lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts)
-        if is_raised or may_be_frozen(lineage) or trains_lifted_part(lineage):
+        is_kept = lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts)
+        if is_kept or may_be_frozen(lineage) or trains_lifted_part(lineage):
             return True
         outline = self.outline
-        is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
+        is_switched = is_switched_on(lineage, self._enabled_parts)
         for name, sites in outline.calls.items():
             is_excused = (is_switched and SWITCHES.search(name)) or (lists_trained and "freez" in name)
             if not _PREPARES.search(name) or is_excused:
@@ -300,7 +299,8 @@ class Training:
                     continue
                 is_asked = self.adapters == "optional" and self._is_asked_for(call, function)
                 keys = [owner, *map(key_of, call.args), *(key_of(k.value) for k in call.keywords)]
-                if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
+                is_undone = name == "requires_grad_" and trains_chosen(lineage, function, call.lineno)
+                if name == "requires_grad_" and (is_undone or trains_part_of(lineage, self._enabled_parts)):
                     continue
                 is_read = _READS.search(name) or isinstance(outline.parents.get(call), (ast.For, ast.comprehension))
                 if is_asked or is_read or not any(lineage.has(key, function) for key in keys):

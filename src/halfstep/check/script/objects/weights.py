@@ -43,7 +43,7 @@ from halfstep.check.script.objects.formats import (
     returned_by,
 )
 from halfstep.check.script.objects.parameters import is_cast_in_place, is_cast_with, is_merged, may_freeze, parts_of
-from halfstep.check.script.objects.tensors import created_formats, low_layer, part_dtype
+from halfstep.check.script.objects.tensors import created_formats, low_layer, makes_model, part_dtype
 from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -59,7 +59,6 @@ _SAME_MODEL = SAME_MODEL | {"merge_and_unload"}
 _LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = regex(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
-_FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
@@ -372,9 +371,8 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     last = text_of(call.func).rsplit(".", 1)[-1]
     if last[:1].isupper():
         lineage.casts.append(Cast(call, function, name, formats, "constructor"))
-    elif (own is not None or _FACTORY.search(last)) and not ADAPTER_FLAG.search(
-        name
-    ):  # of another file, which may keep other weights
+    elif (own is not None or makes_model(last, name)) and not ADAPTER_FLAG.search(name):
+        # Of another file, which may keep other weights.
         lineage.casts.append(Cast(call, function, name, formats | {UNKNOWN}, "factory"))
 
 
