@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cast_formats
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -20,12 +20,12 @@ __all__ = [
     "freezes",
     "freezing_loops",
     "keeps_low",
+    "leaves_trained",
     "lifted_parts",
     "lowered_parts",
     "may_be_frozen",
     "restored_layers",
     "restoring_loop",
-    "trains_chosen",
     "trains_lifted_part",
     "trains_part_of",
 ]
@@ -86,9 +86,9 @@ def keeps_low(lineage: Lineage, function: Function) -> bool:
 
 def _is_looked_up(outline: Outline, part: str, function: Function) -> bool:
     """Whether a variable is a module that a function finds in what it received: an attribute of that, or an item of a loop."""
-    bound = [b for b in outline.bindings.get(part, ()) if b.function is function] if part.isidentifier() else []
+    bound = [b for b in outline.bindings.get(part.partition(".")[0], ()) if b.function is function]
     values = [b.value for b in bound if b.value is not None and constant(b.value) is not None]
-    return bool(values) and all(isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) for value in values)
+    return bool(bound) and all(isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) for value in values)
 
 
 def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
@@ -121,7 +121,16 @@ def _keeps_dtype(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     return (later or whole) and not any(name in text for name in names)
 
 
-def trains_chosen(lineage: Lineage, function: Function, line: int) -> bool:
+def leaves_trained(
+    lineage: Lineage, call: ast.Call, function: Function, parts: tuple[tuple[str, Function], ...]
+) -> bool:
+    """Whether `model.requires_grad_(...)` leaves 16-bit weights to train: it enables them, or some of them are enabled again."""
+    if constant(argument(call, 0, "requires_grad")) is True:
+        return True
+    return _trains_chosen(lineage, function, call.lineno) or trains_part_of(lineage, parts)
+
+
+def _trains_chosen(lineage: Lineage, function: Function, line: int) -> bool:
     """Whether a loop below a line that freezes a model trains some of its parameters again, by their names: `if name in chosen:`."""
     outline = lineage.outline
     for call, scope in outline.calls.get("named_parameters", ()):

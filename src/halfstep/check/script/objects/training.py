@@ -39,9 +39,9 @@ from halfstep.check.script.objects.freezing import (
     freezes,
     freezing_loops,
     keeps_low,
+    leaves_trained,
     lowered_parts,
     may_be_frozen,
-    trains_chosen,
     trains_lifted_part,
     trains_part_of,
 )
@@ -295,13 +295,10 @@ class Training:
                 continue
             for call, function in sites:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-                if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
+                if name == "requires_grad_" and leaves_trained(lineage, call, function, self._enabled_parts):
                     continue
                 is_asked = self.adapters == "optional" and self._is_asked_for(call, function)
                 keys = [owner, *map(key_of, call.args), *(key_of(k.value) for k in call.keywords)]
-                is_undone = name == "requires_grad_" and trains_chosen(lineage, function, call.lineno)
-                if name == "requires_grad_" and (is_undone or trains_part_of(lineage, self._enabled_parts)):
-                    continue
                 is_read = _READS.search(name) or isinstance(outline.parents.get(call), (ast.For, ast.comprehension))
                 if is_asked or is_read or not any(lineage.has(key, function) for key in keys):
                     continue
