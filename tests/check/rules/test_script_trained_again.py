@@ -39,6 +39,8 @@ optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]
         ("inner.embed_tokens", "p.requires_grad_()", 1),
         ("inner.embed_tokens", "p.requires_grad = False", 0),
         ("inner.embed_tokens.float()", "p.requires_grad = True", 0),
+        ("inner.new_adapter", "p.requires_grad = True", 0),
+        ("inner.embed_tokens", "p.requires_grad = True\n        p.requires_grad = flag", 0),
         ("torch.nn.Embedding(9, 9)", "p.requires_grad = True", 0),
     ],
 )
@@ -145,6 +147,7 @@ def test_a_loader_of_another_file_gets_the_dtype_of_each_part(dtype, part, param
     [
         ("model, tok = load_chat(path, dtype=torch.bfloat16)", 1),
         ("model = load_chat(path, dtype=torch.bfloat16)", 1),
+        ("model, tok = load_model_and_tokenizer(path, dtype=torch.bfloat16)", 1),
         ("model, tok = load_chat(path, dtype=torch.float32)", 0),
         ("model = measure(path, dtype=torch.bfloat16)", 0),
         ("batch = load_batch(path, dtype=torch.bfloat16)\nmodel = Net()", 0),
@@ -152,7 +155,7 @@ def test_a_loader_of_another_file_gets_the_dtype_of_each_part(dtype, part, param
 )
 def test_a_function_that_loads_into_a_variable_called_model(load, count):
     """What is loaded with a dtype and called a model has it, whatever the function is called."""
-    text = f"import torch\nfrom project import load_batch, load_chat, measure\n{load}\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n{LOOP}"
+    text = f"import torch\nfrom project import load_batch, load_chat, load_model_and_tokenizer, measure\n{load}\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n{LOOP}"
     assert len(findings(text, "HS151")) == count
 
 

@@ -79,16 +79,19 @@ def keeps_low(lineage: Lineage, function: Function) -> bool:
         return True
     parts = tuple(part for part in enabled_parts(lineage.outline) if part[1] is function)
     received = {part for part, _ in parts if "." in part and part.partition(".")[0] in function.params}
-    received |= {part for part, _ in parts if _is_looked_up(lineage.outline, part, function)}
+    added = _names_added(lineage, function)
+    received |= {p for p, _ in parts if not added.search(p) and _is_looked_up(lineage.outline, p, function)}
     chooses = bool(_CHOOSES.search(text) or received) or trains_part_of(lineage, parts)
     return chooses and not LIFTS.search(text) and not _has_new_layers(lineage)
 
 
 def _is_looked_up(outline: Outline, part: str, function: Function) -> bool:
     """Whether a variable is a module that a function finds in what it received: an attribute of that, or an item of a loop."""
-    bound = [b for b in outline.bindings.get(part.partition(".")[0], ()) if b.function is function]
+    root, separator, _ = part.partition(".")
+    bound = [b for b in outline.bindings.get(root, ()) if b.function is function]
     values = [b.value for b in bound if b.value is not None and constant(b.value) is not None]
-    return bool(bound) and all(isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) for value in values)
+    is_module = all(isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) for value in values)
+    return bool(values if not separator else bound) and is_module  # a loop that chooses modules tests them itself
 
 
 def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:

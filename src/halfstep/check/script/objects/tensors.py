@@ -56,6 +56,7 @@ _SHAPES = {"view", "view_as", "flatten", "reshape", "ravel", "contiguous"}
 # Functions of other files that create a model, and variables that are one.
 _FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
 _MAKES = regex(r"^_*(create|build|load|make|get|init|initialize|setup|prepare)_")
+_OTHER = regex(r"data|load(er|ing)$|batch|input|token|process|config|optim|sched|state|checkpoint|weights|noise|mask")
 _RESULT = regex(r"(^|[._])(model|net|unet|transformer|policy)$")
 
 
@@ -193,7 +194,8 @@ def part_dtype(outline: Outline, call: ast.Call, function: Function, name: str) 
 
 def makes_model(last: str, name: str) -> bool:
     """Whether a function of another file creates a model, by its name or by that of its result: `model, tok = load_chat(...)`."""
-    return bool(_FACTORY.search(last)) or (bool(_MAKES.search(last)) and bool(_RESULT.search(name)))
+    is_result = bool(_MAKES.search(last) and _RESULT.search(name)) and ("model" in last or not _OTHER.search(last))
+    return bool(_FACTORY.search(last)) or is_result
 
 
 def _tensor_of_parameter(outline: Outline, call: ast.Call, function: Function) -> ast.Call | None:

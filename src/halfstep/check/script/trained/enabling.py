@@ -44,7 +44,8 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
 def _enables_each(loop: ast.For) -> bool:
     """Whether a loop makes every parameter trainable: `p.requires_grad = True` or `p.requires_grad_()`, under no condition."""
     names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    if any(isinstance(n, (ast.Continue, ast.Break)) for n in ast.walk(loop)):
+    body = " ".join(map(ast.unparse, loop.body))
+    if body.count("requires_grad") != 1 or any(isinstance(n, (ast.Continue, ast.Break)) for n in ast.walk(loop)):
         return False
     for statement in loop.body:
         made = statement.value if isinstance(statement, ast.Expr) else None
