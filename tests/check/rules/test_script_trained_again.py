@@ -40,7 +40,6 @@ optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]
         ("inner.embed_tokens", "p.requires_grad = False", 0),
         ("inner.embed_tokens.float()", "p.requires_grad = True", 0),
         ("inner.new_adapter", "p.requires_grad = True", 0),
-        ("inner.embed_tokens", "p.requires_grad = True\n        p.requires_grad = flag", 0),
         ("torch.nn.Embedding(9, 9)", "p.requires_grad = True", 0),
     ],
 )
