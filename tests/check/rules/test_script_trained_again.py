@@ -141,6 +141,26 @@ def test_a_loader_of_another_file_gets_the_dtype_of_each_part(dtype, part, param
     assert len(findings(PARTS.format(dtype=dtype, part=part, params=params), "HS151")) == count
 
 
+QUANTIZED = """\
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig
+unet = UNet2DConditionModel.from_pretrained(path)
+if args.{option}:
+    unet.to(torch.bfloat16)
+    prepare(unet)
+unet.add_adapter(LoraConfig())
+optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad], lr=1e-4)
+"""
+
+
+@pytest.mark.parametrize(("option", "count"), [("train_lora", 1), ("low_memory", 1), ("quantize", 0)])
+def test_adapters_of_a_branch_have_the_dtype_of_its_model(option, count):
+    """The option of the adapters leads to them; that of a quantized model leaves open which dtype its layers have."""
+    text = QUANTIZED.format(option=option) + LOOP.replace("model(", "unet(")
+    assert len(findings(text, "HS151")) == count
+
+
 @pytest.mark.parametrize(
     ("load", "count"),
     [

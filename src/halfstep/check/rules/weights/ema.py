@@ -212,9 +212,9 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
         lists = [v for v in values if isinstance(v, (ast.Call, ast.ListComp)) and ".parameters()" in ast.unparse(v)]
         for value in lists:
             yield from owners_of(script.outline, value, function)
-        found = [] if lists else [m for value in values for m in _looked_up(script, value, function)]
-        yield from found
-        if not lists and not found:
+        models = [] if lists else [m for value in values for m in _looked_up(script, value, function)]
+        yield from models
+        if not lists and not models:
             yield node, function
 
 

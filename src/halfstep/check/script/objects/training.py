@@ -32,6 +32,7 @@ from halfstep.check.script.objects.expressions import (
     is_adapter_branch,
     is_aside,
     is_below_calls,
+    is_quantized_branch,
     may_be_none,
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of
@@ -221,7 +222,8 @@ class Training:
 
     @cached_property
     def _low_adapters(self) -> tuple[Cast, ...]:
-        return (*adapted_casts(self.outline, self._casts), *added_adapters(self.outline, self.model))
+        casts = (*adapted_casts(self.outline, self._casts), *added_adapters(self.outline, self.model))
+        return tuple(c for c in casts if not any(map(is_quantized_branch, conditions_of(self.outline, c.node))))
 
     def _adapted_ties(self) -> Iterator[Trained]:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
@@ -356,8 +358,7 @@ class Training:
         if cast.form != "cast" and (is_other or is_below_calls(outline, cast.node, cast.function, function)):
             return False  # another model than the one that is trained, or one that is loaded later, to evaluate it
         # A cast after the training loop is for saving or serving.
-        last = self._last_backward.get(cast.function)
-        return last is None or cast.node.lineno < last
+        return cast.node.lineno < self._last_backward.get(cast.function, cast.node.lineno + 1)
 
     @cached_property
     def _last_backward(self) -> dict[Function, int]:
