@@ -15,6 +15,7 @@ from halfstep.check.rules.weights.masters import when
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.formats import base_of, passed_for
 from halfstep.check.script.objects.parameters import owners_of
+from halfstep.check.script.objects.trainers import is_trainer, model_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.script import Script
@@ -200,6 +201,7 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
     elif isinstance(node, ast.Call) or not key:
         yield from owners_of(script.outline, node, function)
     elif key in function.params:
+        yield from _of_callback(script, key, function)
         for value, caller in passed_for(script.outline, key, function):
             if isinstance(value, ast.Call):
                 yield from owners_of(script.outline, value, caller)
@@ -210,8 +212,35 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
         lists = [v for v in values if isinstance(v, (ast.Call, ast.ListComp)) and ".parameters()" in ast.unparse(v)]
         for value in lists:
             yield from owners_of(script.outline, value, function)
-        if not lists:
+        models = [] if lists else [m for value in values for m in _looked_up(script, value, function)]
+        yield from models
+        if not lists and not models:
             yield node, function
+
+
+def _looked_up(script: Script, value: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The model in which a method of this file finds a part: `self._get_head(model)`, in a method that receives the model."""
+    if isinstance(value, ast.Call) and script.outline.call_target(value, function) is not None and function.cls:
+        for passed in value.args:
+            if key_of(passed) in function.params:
+                yield from _owners(script, passed, function)
+
+
+def _of_callback(script: Script, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The models that a Trainer of this file passes to the methods of a callback: `on_step_end(self, args, state, control, model)`."""
+    outline = script.outline
+    bases = [text_of(base) for base in outline.bases.get(function.cls, ())]
+    if (
+        key != "model"
+        or not any(base.endswith("TrainerCallback") for base in bases)
+        or function.cls not in outline.calls
+    ):
+        return
+    for name, sites in outline.calls.items():
+        for call, scope in sites if is_trainer(outline, name) else ():
+            model = model_of(outline, call, scope)
+            if model is not None and key_of(model):
+                yield model, scope
 
 
 def _updates(script: Script) -> Iterator[Average]:

@@ -17,13 +17,14 @@ from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
 from halfstep.check.script.objects.chosen import float16_ways
 from halfstep.check.script.objects.formats import formats_of, keyword_of
-from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
+from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, is_trainer, model_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
+from halfstep.check.script.trained.idle_flags import is_idle
 
 __all__ = ["RULES"]
 
@@ -53,6 +54,7 @@ Trainer(model=model, args=args, train_dataset=data).train()
 """
 # These cast the float16 parts of the model to float32.
 _RAISES = regex(r"prepare_model_for_(kbit|int8)|prepare_for_(kbit|int8)|upcast|convert_fp16_to_fp32")
+_QUERY = regex(r"^(?!not )(?!.* or )(?!.* if ).*(is_bf16_supported\(|is_bfloat16_supported\(|get_device_capability\()")
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 
@@ -174,16 +176,20 @@ class HalfComputeWithoutScale(ScriptRule):
                 if (choice := _shared_choice(script, arguments, function)) is not None:
                     yield self._report_choice(script, arguments, choice)
                     continue
-                if not _is_unscaled(script, arguments, function):
+                unless = _unscaled_unless(script, arguments, function)
+                if unless is None:
                     continue
                 own = script.training.model(model, function)
                 base = next((b for b in bases if _is_made_from(script, b, own)), None)
                 base = base or next(iter(_float16(script, own)), None)
                 if base is not None:
                     where = arguments if outline.parents.get(arguments) is not None else call
-                    yield self._report(
-                        script, where, base, "neither fp16 nor bf16 is set (unless the launcher sets mixed precision)"
+                    set_by = (
+                        f"unless `{'` or `'.join(unless)}` is"
+                        if unless
+                        else "(unless the launcher sets mixed precision)"
                     )
+                    yield self._report(script, where, base, f"neither fp16 nor bf16 is set {set_by}")
 
     def _report_choice(self, script: Script, arguments: ast.Call, choice: _Choice) -> Finding:
         model = f"`{choice.cast.key}`" if choice.cast.key else "the model"
@@ -300,14 +306,35 @@ def _shared_choice(script: Script, arguments: ast.Call, function: Function) -> _
 
 
 def _is_unscaled(script: Script, arguments: ast.Call, function: Function) -> bool:
-    """Whether arguments of transformers leave fp16 and bf16 off; those of TRL turn bf16 on by themselves."""
+    """Whether arguments of transformers leave fp16 and bf16 off in every run."""
+    return _unscaled_unless(script, arguments, function) == []
+
+
+def _unscaled_unless(script: Script, arguments: ast.Call, function: Function) -> list[str] | None:
+    """The flags for fp16 and bf16 that are off by default or on older GPUs; none if nothing sets either, None if each run has one.
+
+    The configurations of TRL turn bf16 on by themselves, unless they get it.
+    """
     outline = script.outline
-    if not text_of(arguments.func).endswith("TrainingArguments") or is_sharded(outline, arguments, function):
-        return False
-    if any(k.arg is None for k in arguments.keywords) or "deepspeed" in script.source.text.lower():
-        return False
     flags = [keyword_of(outline, arguments, function, name) for name in ("fp16", "bf16", "half_precision_backend")]
-    return all(flag is None or constant(flag) in {False, None} for flag in flags)
+    is_own = text_of(arguments.func).endswith("TrainingArguments")
+    if (not is_own and (flags[1] is None or constant(flags[1]) is None)) or is_sharded(outline, arguments, function):
+        return None
+    if PARSES.search(text_of(arguments.func)) or any(k.arg is None for k in arguments.keywords):
+        return None
+    if "deepspeed" in script.source.text.lower():
+        return None
+    # `bf16=torch.cuda.is_bf16_supported()`: older GPUs compute in float16.
+    is_query = flags[1] is not None and _QUERY.search(text_of(_settled(outline, flags[1], function))) is not None
+    if not all(is_idle(outline, flag, function) for flag in flags if flag is not flags[1] or not is_query):
+        return None
+    return [text_of(flag) for flag in flags if flag is not None and constant(flag) is ...]
+
+
+def _settled(outline: Outline, flag: ast.expr, function: Function) -> ast.expr:
+    """The only value of a variable, or the expression itself."""
+    values = outline.values(key_of(flag), function) if isinstance(flag, ast.Name) else []
+    return values[0] if len(values) == 1 else flag
 
 
 RULES: tuple[type[Rule], ...] = (HalfComputeWithoutScale,)

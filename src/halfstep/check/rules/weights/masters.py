@@ -17,7 +17,7 @@ from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, 
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.lifted import lifted_in_float16
 from halfstep.check.script.objects.loading import is_language_model, stored_low
-from halfstep.check.script.objects.trainers import has_plugin, names_engine
+from halfstep.check.script.objects.trainers import has_plugin, names_engine, places_without_engine
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
@@ -136,7 +136,9 @@ def optimizer_names(script: Script, by: ast.Call) -> set[str]:
 
 def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
     """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
-    return tie.is_parsed and names_engine(script.outline, script.source.text)
+    if not tie.is_parsed or not names_engine(script.outline, script.source.text):
+        return False
+    return not places_without_engine(script.outline, tie.cast.node, tie.cast.function)
 
 
 def is_stepped(script: Script, tie: Trained) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "is_after_training",
     "is_aside",
     "is_below_calls",
+    "is_quantized_branch",
     "is_quantized_with",
     "is_unread",
     "makes_configuration",
@@ -45,6 +46,7 @@ _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
 ADAPTER_FLAG = regex(rf"lora|dora|hqq|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 # What a function or an option does other than train, by its name.
 OTHER_USE = regex(r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug")
+_QUANTIZES = regex(r"quant|hqq|[48]_?bit|bnb", re.IGNORECASE)
 _OF_ADAPTERS = regex(r"lora|adapter|quant")
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
@@ -216,6 +218,11 @@ def is_adapter_branch(guard: Guard) -> bool:
     """Whether a condition selects adapters or quantization: `args.lora`, and `args.full_finetune` where it is false."""
     asked = bool(ADAPTER_FLAG.search(guard.text)) and not has_other_option(guard.text)
     return asked and guard.is_true is not bool(re.search(_IN_FULL, guard.text, re.IGNORECASE))
+
+
+def is_quantized_branch(guard: Guard) -> bool:
+    """Whether a condition selects quantization."""
+    return guard.is_true and _QUANTIZES.search(guard.text) is not None
 
 
 def spared_branches(outline: Outline, functions: Iterable[Function], models: frozenset[str]) -> list[tuple[Guard, ...]]:

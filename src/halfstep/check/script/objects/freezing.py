@@ -10,16 +10,17 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cast_formats
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
+from halfstep.check.script.trained.enabling import ADDED, ITERATED, LIFTS, enabled_parts, full_path
 
 __all__ = [
-    "enabled_parts",
     "freezes",
     "freezing_loops",
     "keeps_low",
+    "leaves_trained",
     "lifted_parts",
     "lowered_parts",
     "may_be_frozen",
@@ -34,13 +35,7 @@ _ATTACHES = regex(
     r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_(?!\w*(ids|mask|inputs|labels|batch|hooks?|optimizer|scheduler)$)"
 )
 _CREATES = regex(r"\bnn\.|Linear|Module|Parameter|Embedding|lora|adapter|setattr|register", re.IGNORECASE)
-_ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
-# Parts that are attached to a loaded model, in float32.
-_ADDED = regex(
-    r"lora|adapter|prompt|query|proj|head|classifier|connector|resampler|mlp|gate|\bln|norm|memory|router|new|float|new_|extra|custom",
-    re.IGNORECASE,
-)
-# Those among them that no checkpoint contains: the file that attaches them to a loaded model may be another one.
+# Parts that no checkpoint contains: the file that attaches them to a loaded model may be another one.
 _ATTACHED = regex(r"lora|adapter|prompt|connector|resampler|memory|new|extra|custom", re.IGNORECASE)
 _ADAPTERS = regex(r"lora|adapter", re.IGNORECASE)
 _OF_TRANSFORMERS = regex(r"transformers\.|AutoModel\w*\.")  # the second by `from utils import *`
@@ -53,7 +48,6 @@ _CHANGES = regex(
 _CHOOSES = regex(
     r"requires_grad(_\(|\s*=\s*)(?!(True|False|requires_grad=)\b)[\w(]"
 )  # `p.requires_grad_(name in trained)`
-_LIFTS = regex(r"\.float\(|float32|lora|adapter|peft|quant|kbit", re.IGNORECASE)
 _OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
@@ -61,15 +55,12 @@ _OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32
 _OPTION = regex(
     r"^(getattr\(\w*(args|cfg|config|opts?), '\w+', False\)|(\w+\.)*(args|cfg|config|opts?)(\.\w+|\['\w+'\]))$"
 )
-SWITCHES = regex(
-    r"requires_?grad|toggle|trainable", re.IGNORECASE
-)  # a function that freezes a model or trains it again
 
 
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
     """Loops over parameters that freeze them or replace their data."""
     loops = {}
-    for name in sorted(_ITERATED):
+    for name in sorted(ITERATED):
         for call, function in outline.calls.get(name, ()):
             node: ast.AST | None = call
             while node is not None and not isinstance(node, ast.stmt):
@@ -88,8 +79,19 @@ def keeps_low(lineage: Lineage, function: Function) -> bool:
         return True
     parts = tuple(part for part in enabled_parts(lineage.outline) if part[1] is function)
     received = {part for part, _ in parts if "." in part and part.partition(".")[0] in function.params}
+    added = _names_added(lineage, function)
+    received |= {p for p, _ in parts if not added.search(p) and _is_looked_up(lineage.outline, p, function)}
     chooses = bool(_CHOOSES.search(text) or received) or trains_part_of(lineage, parts)
-    return chooses and not _LIFTS.search(text) and not _has_new_layers(lineage)
+    return chooses and not LIFTS.search(text) and not _has_new_layers(lineage)
+
+
+def _is_looked_up(outline: Outline, part: str, function: Function) -> bool:
+    """Whether a variable is a module that a function finds in what it received: an attribute of that, or an item of a loop."""
+    root, separator, _ = part.partition(".")
+    bound = [b for b in outline.bindings.get(root, ()) if b.function is function]
+    values = [b.value for b in bound if b.value is not None and constant(b.value) is not None]
+    is_module = all(isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) for value in values)
+    return bool(values if not separator else bound) and is_module  # a loop that chooses modules tests them itself
 
 
 def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
@@ -97,7 +99,7 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
     if not any(lineage.has(key_of(owner), function) for owner in owners):
         return False
-    iterated = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute) and p.attr in _ITERATED]
+    iterated = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute) and p.attr in ITERATED]
     if (
         iterated
         and not any(lineage.has(key_of(owner), function) for owner in iterated)
@@ -108,15 +110,41 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         return False  # the other layers are trained in 16 bits
     if _freezes_named(loop) and not _has_new_layers(lineage, loop):
         return False  # the layers of other names are trained
-    # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
-    # layers have 16 bits too.
-    text = ast.unparse(loop)
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
-    chooses |= "requires_grad_(True)" in text or bool(_CHOOSES.search(text))
+    chooses |= "requires_grad_(True)" in ast.unparse(loop) or bool(_CHOOSES.search(ast.unparse(loop)))
+    return not chooses or not _keeps_dtype(lineage, loop, function)
+
+
+def _keeps_dtype(lineage: Lineage, loop: ast.For, function: Function) -> bool:
+    """Whether the layers that a loop chooses to train have 16 bits too: the model is cast after it, or has no layers of its own."""
+    text = ast.unparse(loop)
     later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
     whole = not _names_added(lineage, function).search(text) and not _has_new_layers(lineage, loop)
     names = [part.rpartition(".")[2] for part in lifted_parts(lineage)]
-    return not chooses or not (later or whole) or any(name in text for name in names)
+    return (later or whole) and not any(name in text for name in names)
+
+
+def leaves_trained(
+    lineage: Lineage, call: ast.Call, function: Function, parts: tuple[tuple[str, Function], ...]
+) -> bool:
+    """Whether `model.requires_grad_(...)` leaves 16-bit weights to train: it enables them, or some of them are enabled again."""
+    if constant(argument(call, 0, "requires_grad")) is True:
+        return True
+    return _trains_chosen(lineage, function, call.lineno) or trains_part_of(lineage, parts)
+
+
+def _trains_chosen(lineage: Lineage, function: Function, line: int) -> bool:
+    """Whether a loop below a line that freezes a model trains some of its parameters again, by their names: `if name in chosen:`."""
+    outline = lineage.outline
+    for call, scope in outline.calls.get("named_parameters", ()):
+        loop = outline.parents.get(call)
+        is_below = scope is function and isinstance(loop, ast.For) and loop.iter is call and loop.lineno > line
+        owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not is_below or not isinstance(loop, ast.For) or not lineage.has(owner, function):
+            continue
+        if re.search(r"requires_grad( = |_\()True", ast.unparse(loop)) and _keeps_dtype(lineage, loop, function):
+            return True
+    return False
 
 
 def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:
@@ -128,7 +156,7 @@ def _names_added(lineage: Lineage, function: Function) -> re.Pattern[str]:
     # What transformers loads in 16 bits has no other layers: new ones have the same dtype.
     loads = [lineage.outline.names.full(c.node.func) or text_of(c.node.func) for c in casts if c.form == "load"]
     is_whole = not lineage.creations and bool(loads) and all(map(_OF_TRANSFORMERS.match, loads))
-    return _ATTACHED if is_whole else _ADDED
+    return _ATTACHED if is_whole else ADDED
 
 
 def restored_layers(loop: ast.For) -> str:
@@ -179,112 +207,18 @@ def _freezes_named(loop: ast.For) -> bool:
     return is_part and not negated and not {"", "model", "weight", "layer", "layers"} & set(words)
 
 
-def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
-    """The modules that are trained again after a freeze: `model.head.requires_grad_(True)`, or a loop over its parameters."""
-    parts = []
-    for call, function in outline.calls.get("requires_grad_", ()):
-        value = constant(call.args[0]) if call.args else True
-        if value is True and not call.keywords and isinstance(call.func, ast.Attribute):
-            parts.append((text_of(call.func.value), function))
-    for call, function in outline.calls.get("parameters", ()):
-        loop = outline.parents.get(call)
-        body = loop.body if isinstance(loop, ast.For) and loop.iter is call else []
-        statement = body[0] if len(body) == 1 else None
-        if not isinstance(statement, ast.Assign) or not isinstance(call.func, ast.Attribute):
-            continue
-        target = statement.targets[0]
-        if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
-            parts += [(text, function) for text in _iterated(outline, call.func.value, loop, function)]
-    return (*parts, *_enabled_by_name(outline))
-
-
-def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None, function: Function) -> list[str]:
-    """The layers of `for layer in model.layers[-2:]:` around a loop over the parameters of each; else the owner itself."""
-    outer = outline.parents.get(loop) if loop is not None else None
-    if isinstance(outer, ast.For) and isinstance(owner, ast.Name) and key_of(outer.target) == owner.id:
-        source = outer.iter.value if isinstance(outer.iter, ast.Subscript) else outer.iter
-        if isinstance(source, (ast.List, ast.Tuple)):  # `for part in [encoder, projection]:`
-            return [_full_path(outline, text_of(part), function) for part in source.elts]
-        return [_full_path(outline, key_of(source) or owner.id, function)]
-    if isinstance(outer, ast.If) and (whole := _searched(outline, owner, outer)):
-        return [_full_path(outline, whole, function)]
-    return [_full_path(outline, text_of(owner), function)]
-
-
-def _searched(outline: Outline, owner: ast.expr, test: ast.If) -> str:
-    """The chosen modules of `for name, m in model.named_modules(): if "attn" in name:`, as a part of the model; or ""."""
-    outer = outline.parents.get(test)
-    func = outer.iter.func if isinstance(outer, ast.For) and isinstance(outer.iter, ast.Call) else None
-    if not isinstance(outer, ast.For) or not isinstance(func, ast.Attribute) or func.attr not in _ITERATED:
-        return ""
-    is_own = key_of(owner) in {key_of(n) for n in ast.walk(outer.target)} - {""}
-    return f"{key_of(func.value)}.modules" if is_own and not _ADDED.search(text_of(test.test)) else ""
-
-
-def _full_path(outline: Outline, text: str, function: Function) -> str:
-    """A part as a path from its model: `model.vision.encoder` for `encoder`, after `encoder = model.vision.encoder`."""
-    for _ in range(4):
-        first, separator, rest = text.partition(".")
-        values = [b.value for b in outline.bindings.get(first, ()) if b.function is function and b.index is None]
-        path = key_of(values[0]) if len(values) == 1 and isinstance(values[0], ast.Attribute) else ""
-        if not path or path.partition(".")[0] in {"self", first}:
-            break
-        text = f"{path}{separator}{rest}"
-    return text
-
-
 def lowered_parts(lineage: Lineage, casts: Iterable[VariableCast]) -> Iterator[Cast]:
     """Casts to 16 bits of modules of a model that are trained again: `model.head.requires_grad_(True)`, then `model.head.half()`."""
     outline = lineage.outline
-    enabled = {_full_path(outline, text, function) for text, function in enabled_parts(outline)}
+    enabled = {full_path(outline, text, function) for text, function in enabled_parts(outline)}
     casts = list(casts) if enabled else []
     lifted = {(key, function) for _, function, key, formats in casts if formats == {"float32"}}
     for call, function, key, formats in casts:
         values = [b.value for b in outline.bindings.get(key, ()) if b.function is function]
-        paths = {key_of(value) if value is not None else "" for value in values} or {_full_path(outline, key, function)}
+        paths = {key_of(value) if value is not None else "" for value in values} or {full_path(outline, key, function)}
         is_part = paths <= enabled and all("." in path and _is_part(lineage, path, function) for path in paths)
         if formats & SIXTEEN_BIT and is_part and (key, function) not in lifted:
             yield Cast(call, function, key, formats, "cast")
-
-
-def _enabled_by_name(outline: Outline) -> Iterator[tuple[str, Function]]:
-    """The layers of a loaded model that a loop trains again: `if "lm_head" in name: p.requires_grad = True`."""
-    for call, function in outline.calls.get("named_parameters", ()):
-        loop = outline.parents.get(call)
-        test = loop.body[0] if isinstance(loop, ast.For) and loop.iter is call and len(loop.body) == 1 else None
-        if not isinstance(test, ast.If) or not isinstance(call.func, ast.Attribute):
-            continue
-        enables = [n for n in test.body if isinstance(n, ast.Assign) and constant(n.value) is True]
-        compared = [n for n in ast.walk(test.test) if isinstance(n, ast.Compare)]
-        words = [constant(c.left) for c in compared if len(c.ops) == 1 and isinstance(c.ops[0], ast.In)]
-        is_part = bool(words) and len(words) == len(compared) and all(isinstance(word, str) for word in words)
-        negated = any(isinstance(n, ast.Not) for n in ast.walk(test.test))
-        own = [str(word) for word in words if not _ADDED.search(str(word).replace("lm_head", ""))]
-        if negated or not is_part or len(own) < len(words) or _LIFTS.search(ast.unparse(test)):
-            continue
-        if any(text_of(n.targets[0]).endswith(".requires_grad") for n in enables) and not _is_lifted(outline, own):
-            yield from ((f"{text_of(call.func.value)}.{word.strip('.')}", function) for word in own)
-
-
-def _is_lifted(outline: Outline, parts: list[str]) -> bool:
-    """Whether a layer of one of these names is cast, most likely to float32: `model.lm_head.float()`."""
-    owners = [
-        c.func.value for n in ("float", "to") for c, _ in outline.calls.get(n, ()) if isinstance(c.func, ast.Attribute)
-    ]
-    return any(part in text_of(owner) for owner in owners for part in parts)
-
-
-def is_switched_on(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
-    """Whether what freezes a whole model is undone, as GANs do in each step: `set_requires_grad(netD, True)`."""
-    if any(lineage.has(text, function) for text, function in parts):
-        return True
-    sites = [site for name, calls in lineage.outline.calls.items() if SWITCHES.search(name) for site in calls]
-    return any(
-        lineage.has(key_of(call.args[0]), function)
-        and any(constant(value) is True for value in (*call.args[1:], *(k.value for k in call.keywords)))
-        for call, function in sites
-        if call.args
-    )
 
 
 def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
@@ -308,7 +242,7 @@ def lifted_parts(lineage: Lineage) -> list[str]:
             continue
         if cast_formats(outline, call, function) != {"float32"}:
             continue
-        path = _full_path(outline, key, function)
+        path = full_path(outline, key, function)
         if _is_part(lineage, path, function) or _is_taken_from(lineage, key, function):
             parts.append(path)
     return parts

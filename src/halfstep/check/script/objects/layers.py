@@ -167,7 +167,7 @@ def added_adapters(outline: Outline, model: Callable[[ast.expr, Function], Linea
             is_before = cast.function is attached.function and cast.node.lineno < attached.call.lineno
             if cast.low and is_before:
                 yield replace(cast, key=attached.targets[0] if attached.targets else cast.key)
-            elif cast.low and cast.form == "load" and cast.function is not attached.function:
+            elif cast.low and cast.form in {"load", "factory"} and cast.function is not attached.function:
                 yield cast
 
 
@@ -312,7 +312,10 @@ def plain_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:
     calls = [
         site
         for full, sites in outline.library_calls.items()
-        if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
+        if full.startswith(_PLAIN)
+        and "lr_scheduler" not in full
+        and ".swa_utils" not in full
+        and not full.endswith("Schedule")
         for site in sites
     ]
     # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
@@ -351,11 +354,12 @@ def _is_plain_choice(outline: Outline, func: ast.expr, function: Function) -> bo
 
 
 def _is_plain_class(outline: Outline, func: ast.expr, function: Function) -> bool:
+    """Whether a class that may be one of several keeps no master weights for one of them."""
     options = [func]
     key = key_of(func)
     if key:
         options = [part for v in outline.values(key, function) for part in arms_of(v)]
-    return bool(options) and all(outline.names.full(option).startswith(_PLAIN) for option in options)
+    return any(outline.names.full(option).startswith(_PLAIN) for option in options)
 
 
 def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:

@@ -81,6 +81,12 @@ def owners_of(
                 yield from _instances(outline, call, inner)
             for value in _extended(outline, node.id, function):
                 yield from owners_of(outline, value, function, depth - 1)
+        elif isinstance(node, ast.Attribute) and key_of(node).startswith("self.") and depth:
+            # `self.params = [p for p in self.net.parameters() if p.requires_grad]` of another method
+            for binding in outline.lookup(key_of(node), function):
+                is_own = binding.key == key_of(node) and binding.function.cls == function.cls
+                if is_own and binding.value is not None and binding.index is None:
+                    yield from owners_of(outline, binding.value, binding.function, depth - 1)
         stack.extend(ast.iter_child_nodes(node))
 
 

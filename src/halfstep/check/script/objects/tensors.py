@@ -23,6 +23,8 @@ __all__ = [
     "is_gradient",
     "joins_gradients",
     "low_layer",
+    "makes_model",
+    "part_dtype",
     "reads_gradients",
     "tensor_of",
 ]
@@ -50,6 +52,12 @@ _PARAMETERS = {"parameters", "named_parameters"}
 # Tensors into one, or a list.
 _JOINS = {"cat", "concat", "concatenate", "hstack", "stack", "_flatten_dense_tensors", "list", "tuple"}
 _SHAPES = {"view", "view_as", "flatten", "reshape", "ravel", "contiguous"}
+
+# Functions of other files that create a model, and variables that are one.
+_FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
+_MAKES = regex(r"^_*(create|build|load|make|get|init|initialize|setup|prepare)_")
+_OTHER = regex(r"data|load(er|ing)$|batch|input|token|process|config|optim|sched|state|checkpoint|weights|noise|mask")
+_RESULT = regex(r"(^|[._])(model|net|unet|transformer|policy)$")
 
 
 def tensor_of(node: ast.expr) -> ast.expr:
@@ -176,6 +184,18 @@ def dtype_of_weight(outline: Outline, call: ast.Call, function: Function) -> ast
     if outline.names.full(call.func) == "torch.nn.Parameter":
         made = _tensor_of_parameter(outline, call, function)
     return keyword_of(outline, made, function, "dtype", "torch_dtype") if made is not None else None
+
+
+def part_dtype(outline: Outline, call: ast.Call, function: Function, name: str) -> ast.expr | None:
+    """The dtype that a loader gets for one of the models it returns, `unet_dtype=` of what is assigned to `self._unet`."""
+    part = last_name(name).strip("_")
+    return keyword_of(outline, call, function, f"{part}_dtype", f"{part}_weight_dtype") if part.isidentifier() else None
+
+
+def makes_model(last: str, name: str) -> bool:
+    """Whether a function of another file creates a model, by its name or by that of its result: `model, tok = load_chat(...)`."""
+    is_result = bool(_MAKES.search(last) and _RESULT.search(name)) and ("model" in last or not _OTHER.search(last))
+    return bool(_FACTORY.search(last)) or is_result
 
 
 def _tensor_of_parameter(outline: Outline, call: ast.Call, function: Function) -> ast.Call | None:

@@ -10,7 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.expressions import arms_of, conditions_of
-from halfstep.check.script.objects.formats import entries_named, keyword_of, passed_for
+from halfstep.check.script.objects.formats import entries_named, keyword_of, keywords_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -28,6 +28,7 @@ __all__ = [
     "losses_without_count",
     "model_of",
     "names_engine",
+    "places_without_engine",
     "replaces_training",
     "unsharded_when",
 ]
@@ -87,6 +88,22 @@ def names_engine(outline: Outline, text: str) -> bool:
     is_off = bool(defaults) and all(constant(default) is None for default in defaults)
     words = ("fsdp",) if is_off else ("fsdp", "deepspeed", "zero3")
     return any(word in text.lower() for word in words)
+
+
+def places_without_engine(outline: Outline, load: ast.Call, function: Function) -> bool:
+    """Whether a model is spread over the GPUs by `device_map` only where DeepSpeed is off, which it excludes: such runs are meant."""
+    values = [
+        v for v in keywords_of(outline, load, function, "device_map") for v in arms_of(v) if constant(v) is not None
+    ]
+    return any(_is_without_engine(guard) for value in values for guard in conditions_of(outline, value))
+
+
+def _is_without_engine(guard: Guard) -> bool:
+    """Whether a condition is, or contains, that DeepSpeed is off: `device_map and not using_deepspeed`."""
+    if not guard.is_true:
+        return re.fullmatch(r"[\w.]*deepspeed\w*", guard.text) is not None
+    parts = [part.strip("()") for part in guard.text.split(" and ")]
+    return any(re.fullmatch(r"not [\w.]*deepspeed\w*|[\w.]*deepspeed\w* is None", part) for part in parts)
 
 
 def has_plugin(outline: Outline) -> bool:

@@ -32,16 +32,15 @@ from halfstep.check.script.objects.expressions import (
     is_adapter_branch,
     is_aside,
     is_below_calls,
+    is_quantized_branch,
     may_be_none,
 )
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of
 from halfstep.check.script.objects.freezing import (
-    SWITCHES,
-    enabled_parts,
     freezes,
     freezing_loops,
-    is_switched_on,
     keeps_low,
+    leaves_trained,
     lowered_parts,
     may_be_frozen,
     trains_lifted_part,
@@ -76,6 +75,7 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, conditions_of, trace_model
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
+from halfstep.check.script.trained.enabling import SWITCHES, enabled_parts, is_switched_on
 
 __all__ = ["Trained", "Training"]
 
@@ -144,9 +144,10 @@ class Training:
 
     def _is_without_engine(self, tie: Trained) -> bool:
         """Whether weights are cast or an optimizer is created only where no engine of DeepSpeed is: `if not use_deepspeed:`."""
-        sites = self.outline.library_calls.get("deepspeed.initialize", ())
-        engines = [conditions_of(self.outline, site.call) for site in sites]
-        own = [conditions_of(self.outline, node) for node in (tie.cast.node, tie.by)]
+        engines = [
+            conditions_of(self.outline, s.call) for s in self.outline.library_calls.get("deepspeed.initialize", ())
+        ]
+        own = [conditions_of(self.outline, n) for n in (tie.cast.node, tie.by)]
         return bool(engines) and all(any(not possible(engine, guards) for guards in own) for engine in engines)
 
     @cached_property
@@ -221,7 +222,8 @@ class Training:
 
     @cached_property
     def _low_adapters(self) -> tuple[Cast, ...]:
-        return (*adapted_casts(self.outline, self._casts), *added_adapters(self.outline, self.model))
+        casts = (*adapted_casts(self.outline, self._casts), *added_adapters(self.outline, self.model))
+        return tuple(c for c in casts if not any(map(is_quantized_branch, conditions_of(self.outline, c.node))))
 
     def _adapted_ties(self) -> Iterator[Trained]:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
@@ -233,8 +235,9 @@ class Training:
                 yield from self._saved_ties(call, function, owner)
                 lineage = self.model(owner, scope)
                 for cast in casts:
-                    reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
-                    if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
+                    is_same = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
+                    reaches = is_same and self._reaches(cast, call, function, owner, is_adapted=True)
+                    if reaches and not lineage.is_restored:
                         yield Trained(cast, call, function, replace(lineage, is_adapted=True))
 
     def _saved_ties(
@@ -283,23 +286,21 @@ class Training:
 
     def _is_spared(self, lineage: Lineage, *, lists_trained: bool = False) -> bool:
         """Whether this file adapts, quantizes or casts the model back to float32, or freezes it, unless it lists what is trained."""
-        is_raised = lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts)
-        if is_raised or may_be_frozen(lineage) or trains_lifted_part(lineage):
+        is_kept = lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts)
+        if is_kept or may_be_frozen(lineage) or trains_lifted_part(lineage):
             return True
         outline = self.outline
-        is_switched = self.adapters == "no" and is_switched_on(lineage, self._enabled_parts)
+        is_switched = is_switched_on(lineage, self._enabled_parts)
         for name, sites in outline.calls.items():
             is_excused = (is_switched and SWITCHES.search(name)) or (lists_trained and "freez" in name)
             if not _PREPARES.search(name) or is_excused:
                 continue
             for call, function in sites:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-                if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
+                if name == "requires_grad_" and leaves_trained(lineage, call, function, self._enabled_parts):
                     continue
                 is_asked = self.adapters == "optional" and self._is_asked_for(call, function)
                 keys = [owner, *map(key_of, call.args), *(key_of(k.value) for k in call.keywords)]
-                if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
-                    continue
                 is_read = _READS.search(name) or isinstance(outline.parents.get(call), (ast.For, ast.comprehension))
                 if is_asked or is_read or not any(lineage.has(key, function) for key in keys):
                     continue
@@ -357,8 +358,7 @@ class Training:
         if cast.form != "cast" and (is_other or is_below_calls(outline, cast.node, cast.function, function)):
             return False  # another model than the one that is trained, or one that is loaded later, to evaluate it
         # A cast after the training loop is for saving or serving.
-        last = self._last_backward.get(cast.function)
-        return last is None or cast.node.lineno < last
+        return cast.node.lineno < self._last_backward.get(cast.function, cast.node.lineno + 1)
 
     @cached_property
     def _last_backward(self) -> dict[Function, int]:

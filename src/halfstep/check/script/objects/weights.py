@@ -43,7 +43,7 @@ from halfstep.check.script.objects.formats import (
     returned_by,
 )
 from halfstep.check.script.objects.parameters import is_cast_in_place, is_cast_with, is_merged, may_freeze, parts_of
-from halfstep.check.script.objects.tensors import created_formats, low_layer
+from halfstep.check.script.objects.tensors import created_formats, low_layer, makes_model, part_dtype
 from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
@@ -59,7 +59,6 @@ _SAME_MODEL = SAME_MODEL | {"merge_and_unload"}
 _LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = regex(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
-_FACTORY = regex(r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$")
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
@@ -249,7 +248,11 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
     elif not bindings and "." in key:
         owner, _, part = key.rpartition(".")
         own = list(outline.bindings.get(f"self.{part}", ()))
-        if _is_loaded(outline, owner, function):
+        loaders = [(v, f) for v, f in outline.sources(owner, function)[:MAX_PLACES] if isinstance(v, ast.Call)]
+        loaders = [(v, f) for v, f in loaders if part_dtype(outline, v, f, part) is not None]
+        if loaders:  # `unet` of `components = load_components(unet_dtype=torch.bfloat16)`
+            yield from ((value, scope, None, key) for value, scope in loaders)
+        elif _is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
         elif owner != "self" and len({b.function.cls for b in own}) == 1:  # `agent.model`: of the only such class
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), own[0].function, None, key
@@ -358,6 +361,8 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     outline = lineage.outline
     full = outline.names.full(call.func)
     formats = created_formats(outline, call, function)
+    own = part_dtype(outline, call, function, name) if not formats else None
+    formats = formats_of(outline, own, function) if own is not None else formats
     options = keyword_of(outline, call, function, "model_kwargs") if not formats else None
     if options is not None:  # of sentence-transformers
         spread = ast.Call(call.func, [], [ast.keyword(None, options)])
@@ -368,7 +373,8 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     last = text_of(call.func).rsplit(".", 1)[-1]
     if last[:1].isupper():
         lineage.casts.append(Cast(call, function, name, formats, "constructor"))
-    elif _FACTORY.search(last) and not ADAPTER_FLAG.search(name):  # of another file, which may keep other weights
+    elif (own is not None or makes_model(last, name)) and not ADAPTER_FLAG.search(name):
+        # Of another file, which may keep other weights.
         lineage.casts.append(Cast(call, function, name, formats | {UNKNOWN}, "factory"))
 
 

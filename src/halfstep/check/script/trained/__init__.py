@@ -1,0 +1,1 @@
+"""What a script trains: parts of a model that are trained again, and flags of the training that are off by default."""
