@@ -25,7 +25,7 @@ from halfstep.check.script.objects.values import (
     dtypes_of,
     text_of,
 )
-from halfstep.check.script.scaling.bf16_regions import (
+from halfstep.check.script.pairing.bf16_regions import (
     arm_with_bf16,
     chooses_format,
     dtypes_here,
@@ -36,12 +36,12 @@ from halfstep.check.script.scaling.bf16_regions import (
     only_switch,
     trained_regions,
 )
-from halfstep.check.script.scaling.device_tests import (
+from halfstep.check.script.pairing.device_tests import (
     is_always_on_cuda,
     is_without_cuda,
 )
-from halfstep.check.script.scaling.elsewhere import bfloat16_by_default, enters_bfloat16
-from halfstep.check.script.scaling.other_values import enabled_by_value
+from halfstep.check.script.pairing.elsewhere import bfloat16_by_default, enters_bfloat16
+from halfstep.check.script.pairing.other_values import enabled_by_value
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function

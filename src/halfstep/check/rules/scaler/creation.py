@@ -17,7 +17,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
-from halfstep.check.script.scaling.replaced import replaced_by
+from halfstep.check.script.pairing.replaced import replaced_by
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.unread import is_hidden

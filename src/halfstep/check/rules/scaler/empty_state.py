@@ -14,7 +14,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import is_amp, scalers_at
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import UNKNOWN, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
+from halfstep.check.script.pairing.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function

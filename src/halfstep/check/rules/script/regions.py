@@ -17,6 +17,8 @@ from halfstep.check.script.objects.expressions import arguments_of, conditions_o
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
+from halfstep.check.script.pairing.device_tests import asks_for_cuda
+from halfstep.check.script.pairing.null_contexts import switch_of
 from halfstep.check.script.regions.forwards import (
     calls_losses_only,
     calls_steps_only,
@@ -28,8 +30,6 @@ from halfstep.check.script.regions.forwards import (
     mentions_16_bits,
     was_forgotten,
 )
-from halfstep.check.script.scaling.device_tests import asks_for_cuda
-from halfstep.check.script.scaling.null_contexts import switch_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function

@@ -31,9 +31,9 @@ from halfstep.check.script.objects.modules import is_on, is_on_by_default
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_forgotten, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, is_misplaced, text_of
-from halfstep.check.script.scaling.mps import omitted_on_mps, works_on_cuda_only
-from halfstep.check.script.scaling.records import omitted_by_record
-from halfstep.check.script.scaling.scaler_condition import (
+from halfstep.check.script.pairing.mps import omitted_on_mps, works_on_cuda_only
+from halfstep.check.script.pairing.records import omitted_by_record
+from halfstep.check.script.pairing.scaler_condition import (
     is_always_float16,
     is_chosen_elsewhere,
     is_entered_without,

@@ -12,16 +12,16 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
 from halfstep.check.script.flow.run_format import names_other_format, unused_bf16
+from halfstep.check.script.idle.idle_choices import idle_choices
+from halfstep.check.script.idle.idle_limits import idle_attributes, idle_limits
+from halfstep.check.script.idle.stored_flags import idle_flags, powerless_flags, shadowed_flags
+from halfstep.check.script.idle.unread_keys import unread_keys
 from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, is_amplitude, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import argument, constant
-from halfstep.check.script.scaling.idle_choices import idle_choices
-from halfstep.check.script.scaling.idle_limits import idle_attributes, idle_limits
-from halfstep.check.script.scaling.stored_flags import idle_flags, powerless_flags, shadowed_flags
-from halfstep.check.script.scaling.unread_keys import unread_keys
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.outline import Function

@@ -21,8 +21,8 @@ from halfstep.check.script.objects.layers import managed_casts
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import Lineage, casts_in, conditions_of
-from halfstep.check.script.scaling.device_tests import tests_of
-from halfstep.check.script.scaling.scaler_condition import spares_half_weights
+from halfstep.check.script.pairing.device_tests import tests_of
+from halfstep.check.script.pairing.scaler_condition import spares_half_weights
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.settled import setting_name

@@ -20,7 +20,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, engines_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
-from halfstep.check.script.scaling.scaler_condition import spares_half_weights
+from halfstep.check.script.pairing.scaler_condition import spares_half_weights
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 

@@ -1,1 +1,1 @@
-"""When a scaler is on: what its flag, its conditions and the device leave out of the losses in float16."""
+"""What happens to a loss between its scaling and the step of a scaler, and what the step of a schedule depends on."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import DTYPES, Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import Test, asks_for_cuda, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.pairing.device_tests import Test, asks_for_cuda, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of

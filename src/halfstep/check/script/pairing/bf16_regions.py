@@ -12,7 +12,7 @@ from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, dtypes_of, text_of
-from halfstep.check.script.scaling.device_tests import Test, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.pairing.device_tests import Test, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name

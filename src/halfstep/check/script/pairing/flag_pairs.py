@@ -7,7 +7,7 @@ import ast
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import DTYPES, Autocast, Scaler, argument
-from halfstep.check.script.scaling.device_tests import tests_of
+from halfstep.check.script.pairing.device_tests import tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name

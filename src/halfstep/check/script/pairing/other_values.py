@@ -11,7 +11,7 @@ from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.choices import UNKNOWN, pairs_of, strings_of
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import DTYPES, Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import (
+from halfstep.check.script.pairing.device_tests import (
     asks_for_cuda,
     is_always_on_cuda,
     parts_of,

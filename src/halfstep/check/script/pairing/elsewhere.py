@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.values import DTYPES, Scaler, argument, constant
-from halfstep.check.script.scaling.device_tests import asks_for_cuda, tests_of
+from halfstep.check.script.pairing.device_tests import asks_for_cuda, tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline

@@ -15,11 +15,11 @@ from halfstep.check.script.flow.order import scalers_at
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.modules import is_on
 from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import asks_for_cuda, parts_of, tests_of
-from halfstep.check.script.scaling.flag_pairs import unscaled_option
-from halfstep.check.script.scaling.joint_flags import exclude_each_other
-from halfstep.check.script.scaling.on_cpu import float16_on_cpu
-from halfstep.check.script.scaling.other_values import (
+from halfstep.check.script.pairing.device_tests import asks_for_cuda, parts_of, tests_of
+from halfstep.check.script.pairing.flag_pairs import unscaled_option
+from halfstep.check.script.pairing.joint_flags import exclude_each_other
+from halfstep.check.script.pairing.on_cpu import float16_on_cpu
+from halfstep.check.script.pairing.other_values import (
     disabled_by_value,
     float16_by_default,
     float16_otherwise,

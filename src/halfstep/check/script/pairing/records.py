@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.values import Scaler, argument, text_of
-from halfstep.check.script.scaling.device_tests import asks_for_cuda
-from halfstep.check.script.scaling.scaler_condition import Omission
+from halfstep.check.script.pairing.device_tests import asks_for_cuda
+from halfstep.check.script.pairing.scaler_condition import Omission
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name

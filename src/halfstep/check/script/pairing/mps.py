@@ -10,8 +10,8 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.scaling.device_tests import asks_for_cuda, names_mps, parts_of, tests_of, tests_of_guards
-from halfstep.check.script.scaling.scaler_condition import Omission
+from halfstep.check.script.pairing.device_tests import asks_for_cuda, names_mps, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.pairing.scaler_condition import Omission
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 

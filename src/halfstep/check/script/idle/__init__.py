@@ -1,0 +1,1 @@
+"""Settings without an effect: options, keys, limits and choices that nothing for the training reads."""
