@@ -152,13 +152,15 @@ def _findings(source: Source, settings: Settings, *, named: bool, preview: bool)
 
 def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
     from halfstep.check.script.regions.measured import only_measures
-    from halfstep.check.script.script import read_script
+    from halfstep.check.script.script import code_of, read_script
     from halfstep.check.script.syntax.raising import lines_that_raise
 
     try:
         script = read_script(source, settings, words_of_rules("script"))
         tree = script.tree
         configures = contains_any(source.text, _CONFIGURES if settings.gpu is None else _HARDWARE)
+        if configures and not script.about and settings.gpu is None:
+            configures = contains_any(code_of(source.text), _CONFIGURES)
         affected = settings.gpu is not None or _may_be_affected(source, settings)
         if not script.about and (named or configures or len(source.text) < _SMALL):
             if configures or affected:

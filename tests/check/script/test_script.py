@@ -42,10 +42,16 @@ def test_lines_of_a_rule_need_a_mention_of_precision():
 
 
 @pytest.mark.parametrize(
-    "mention", ["# leaves any autocast region", "with maybe_autocast(enabled=False):\n    x = x.float()"]
+    "mention",
+    [
+        "# leaves any autocast region",
+        "with maybe_autocast(enabled=False):\n    x = x.float()",
+        "from ...integrations.deepspeed import is_deepspeed_zero3_enabled\nif is_deepspeed_zero3_enabled():\n"
+        "    import deepspeed\n    with deepspeed.zero.GatheredParameters(w):\n        x = 2\n",
+    ],
 )
-def test_comments_and_a_helper_make_only_a_script_relevant_that_trains(mention):
-    """A model whose comment names autocast, or which leaves it through a helper of another file, is not read."""
+def test_comments_and_helpers_make_only_a_script_relevant_that_trains(mention):
+    """A model whose comment names autocast, which leaves it by a helper of another file, or gathers its shards, is not read."""
     assert not script(f"x = 1\n{mention}\n").about
     assert script(f"x = 1\n{mention}\nloss.backward()\n").about
     assert script(f"x = 1\n{mention}\ny = x.half()\n").about

@@ -46,7 +46,7 @@ from halfstep.check.script.syntax.visit import read_outline
 from halfstep.check.script.syntax.words import contains_any, without_comments, without_documentation
 from halfstep.check.settings import Settings
 
-__all__ = ["Script", "read_script"]
+__all__ = ["Script", "code_of", "read_script"]
 
 # The words that rules over scripts look for, and those that rules over configurations look for in addition. Searching
 # for each word is several times faster than one pattern. Only short words need a check of their boundaries; a
@@ -60,8 +60,10 @@ _RULED_SHORT = {
         "apex": r"apex(?!\w)(?<!\wapex)", ".amp": r"\.amp(?!\w)", "amp.": r"amp\.(?<!\wamp\.)", "import amp": r"import amp(?!\w)",
     }.items()
 }  # fmt: skip
-_TRAINS = ("backward", "Trainer", "TrainingArguments", "optimizer", ".fit(")
-_HELPER = "maybe_autocast"  # of another file: transformers' models leave autocast with it
+_TRAINS = ("backward(", "Trainer", "TrainingArguments", "optimizer", ".fit(")
+# Of other files: transformers' models leave autocast with the first, and gather sharded weights with the others.
+_HELPER = "maybe_autocast"
+_GATHERS = ("is_deepspeed_zero3_enabled", "integrations.deepspeed", "import deepspeed", "deepspeed.zero.")
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
 _MENTIONED_SHORT = {
     "amp": regex(r"amp(?!\w)(?<!\wamp)"),
@@ -247,10 +249,15 @@ def _mentions(text: str, words: tuple[str, ...], short: Mapping[str, re.Pattern[
     return any(word in text and pattern.search(text) for word, pattern in short.items())
 
 
-def _code_of(text: str) -> str:
+def code_of(text: str) -> str:
     """The part of a text in which a mention of precision matters; where it trains, comments show what it is about."""
     code = without_documentation(text)
-    return code if contains_any(code, _TRAINS) else without_comments(code).replace(_HELPER, "")
+    if contains_any(code, _TRAINS):
+        return code
+    code = without_comments(code).replace(_HELPER, "")
+    for name in _GATHERS if "deepspeed" in code else ():
+        code = code.replace(name, "")
+    return code
 
 
 def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS) -> Script:
@@ -261,7 +268,7 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
     text = source.text
     own_words = shortest((*_RULED, *words.words))
     ruled = _mentions(text, own_words, _RULED_SHORT)
-    code = _code_of(text) if ruled else text
+    code = code_of(text) if ruled or "deepspeed" in text else text
     ruled = ruled and (code is text or _mentions(code, own_words, _RULED_SHORT))
     if not ruled:
         if not _mentions(code, _MENTIONED, _MENTIONED_SHORT):

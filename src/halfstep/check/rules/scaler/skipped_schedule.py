@@ -107,11 +107,11 @@ class SchedulerIgnoresSkips(TraceRule):
         yield from reported
         # In bfloat16 gradients do not overflow.
         formats = {dtype for autocast in script.autocasts for dtype in autocast.dtypes}
-        if not sets_rates(script) or formats == {"bfloat16"} or reads_scale(script):
+        steps = [(trace, e) for trace in script.traces for e in trace if e.kind == "scaler_step"]
+        if not steps or not sets_rates(script) or formats == {"bfloat16"} or reads_scale(script):
             return
         if engines_of(script) and not any(script.scalers_named(e.scaler) for e in script.events("scaler_step")):
             return
-        steps = [(trace, e) for trace in script.traces for e in trace if e.kind == "scaler_step"]
         by_loop = {r.loop: (r, step) for step in _skippable(script, steps) for r in rates_by_iteration(script, step)}
         lines = [finding.line for finding in reported]
         for rate, step in by_loop.values():
