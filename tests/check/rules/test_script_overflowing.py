@@ -24,7 +24,8 @@ FP16 = ARGS.format("fp16=True")
         FLAN + ARGS.format("**options").replace("args =", "options = dict(fp16=True)\nargs =", 1),
         FLAN + ARGS.format("fp16=not cli.cpu"),
         FLAN + ARGS.format("fp16=False if no_gpu else True"),
-        FLAN + ARGS.format("**options").replace("args =", "options = dict(fp16=True if use_cuda else False)\nargs =", 1),
+        FLAN
+        + ARGS.format("**options").replace("args =", "options = dict(fp16=True if use_cuda else False)\nargs =", 1),
         LOAD.format("'google/medgemma-4b-it'") + FP16,
         LOAD.format("'google/shieldgemma-2-4b-it'") + FP16,
         LOAD.format("'bigscience/T0_3B'") + FP16,
