@@ -342,7 +342,6 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     return tie.cast.low == {"float16"} and (is_option or _may_be_set(script, tie, "fp16"))
 
 
-
 class Bf16WeightsTrained(ScriptRule):
     """A Trainer updates bfloat16 weights without a float32 copy."""
 
