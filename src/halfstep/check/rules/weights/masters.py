@@ -12,7 +12,7 @@ from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.chosen import dtype_values
-from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
+from halfstep.check.script.objects.expressions import arms_of, decides_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.lifted import lifted_in_float16
@@ -67,7 +67,7 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     lineage = lineage or Lineage(script.outline)
     # An option may choose both the cast and what is frozen.
     parts = [f"`{flag}`" for flag in dict.fromkeys((*flags, *map(_negated, lineage.frozen_when)))]
-    if script.training.adapters == "optional" and not lineage.is_adapted and not asks_for_adapters(conditions):
+    if script.training.adapters == "optional" and not lineage.is_adapted and not decides_adapters(conditions):
         parts.append("no adapter is used")
     if cast.form == "factory":
         parts.append(f"`{text_of(cast.node.func)}` creates {low} weights")
