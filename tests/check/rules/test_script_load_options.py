@@ -235,6 +235,7 @@ def main(args):
         ("return {'device_map': 'auto', 'quantization_config': None}", []),
         ("return {'torch_dtype': dtype}", []),  # a variable of that function
         ("return other(args)", []),
+        ("return make_options(args)", []),
     ],
 )
 def test_options_that_a_function_returns(made, expected):

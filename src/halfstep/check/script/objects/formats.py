@@ -266,7 +266,8 @@ def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str
             continue
         key = key_of(keyword.value)
         target = outline.call_target(keyword.value, function) if isinstance(keyword.value, ast.Call) else None
-        for part in returned_by(target) if target is not None and target is not function else ():
+        parts = [p for p in returned_by(target) if key_of(getattr(p, "func", None)) in {"", "dict"}] if target else []
+        for part in parts:  # not what another function makes: functions may call each other
             inner = keyword_of(outline, ast.Call(call.func, [], [ast.keyword(None, part)]), target or function, *names)
             if inner is not None and (not key_of(inner) or outline.names.full(inner)):  # no variable of that function
                 return inner
@@ -321,8 +322,7 @@ def _added_options(outline: Outline, key: str, function: Function) -> Iterator[a
 def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
     """An entry of `{...}` or `dict(...)` by its key."""
     if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return next((v for k, v in pairs if k is not None and constant(k) == name), None)
+        return next((v for k, v in zip(node.keys, node.values, strict=True) if constant(k) == name), None)
     if isinstance(node, ast.Call) and key_of(node.func) == "dict":
         return next((k.value for k in node.keywords if k.arg == name), None)
     return None
