@@ -3,6 +3,10 @@
 import pytest
 
 from check_scripts import codes, findings
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
+from halfstep.check.runner import check_document
+from halfstep.check.select import Selection
 
 HEAD = """\
 import torch
@@ -153,3 +157,45 @@ def test_one_finding_for_a_model_that_is_trained_without_adapters_too():
     """HS161 reports the same load."""
     text = loop(OPTIONAL.format(freeze=""))
     assert [f.code for f in findings(text, "HS161", "HS168")] == ["HS161"]
+
+
+CHOSEN = """\
+import argparse, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+parser = argparse.ArgumentParser()
+parser.add_argument("--precision", default="fp16", choices=["no", "fp16", "bf16"])
+args = parser.parse_args()
+dtype = {dtype}
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("x", dtype=dtype), LoraConfig()).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda", enabled={enabled})
+for batch in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled={enabled}):
+        loss = model(**batch).loss
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+EITHER = "torch.bfloat16 if args.precision == 'bf16' else torch.float16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "value"),
+    [
+        (EITHER, "args.precision == 'fp16'", "precision='no'"),
+        (EITHER, "args.precision != 'bf16'", None),
+        ("torch.float32", "args.precision == 'fp16'", None),
+        ("torch.float16", "False", ""),
+        (EITHER, "flag", None),
+    ],
+)
+def test_a_scaler_that_is_off_for_a_value_that_loads_float16(dtype, enabled, value):
+    """A disabled scaler scales nothing, so the adapters' gradients pass through float16 without a loss scale."""
+    text = CHOSEN.format(dtype=dtype, enabled=enabled)
+    document = read_document("train.py", text.encode(), "python")
+    every = check_document(document, Settings(), Selection())
+    messages = [f.message for f in every if f.code == "HS168"]
+    assert len(messages) == (value is not None)
+    assert all(message.startswith(f"with {value}, " if value else "the model") for message in messages)

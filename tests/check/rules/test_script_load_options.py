@@ -208,3 +208,52 @@ def test_a_dtype_chosen_for_runs_without_deepspeed_is_trained_without_it(test, f
     """DeepSpeed keeps float32 copies; a script that mentions it is silent unless it chooses the dtype without it."""
     text = "# deepspeed: see ds.json\n" + BESIDE.format(test=test, first=first, second=second)
     assert codes(text, "HS151") == expected
+
+
+MADE = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def make_options(args):
+    dtype = torch.float16
+    {made}
+def main(args):
+    dtype = torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.name, **make_options(args))
+    options = TrainingArguments("out"{flags})
+    Trainer(model=model, args=options, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("return {'torch_dtype': torch.float16}", ["HS277:5"]),
+        ("return dict(torch_dtype=torch.bfloat16)", ["HS277:5"]),
+        ("options = {}\n    options['torch_dtype'] = torch.float16\n    return options", ["HS277:6"]),
+        ("options = {}\n    if args.half:\n        options['dtype'] = torch.float16\n    return options", ["HS277:7"]),
+        ("return {'torch_dtype': torch.float32}", []),
+        ("return {'device_map': 'auto', 'quantization_config': None}", []),
+        ("return {'torch_dtype': dtype}", []),  # a variable of that function
+        ("return other(args)", []),
+        ("return make_options(args)", []),
+    ],
+)
+def test_options_that_a_function_returns(made, expected):
+    """`**make_options()` has the entries of the dictionary that the function fills; the finding is where it names the dtype."""
+    text = MADE.format(made=made, flags=", bf16=True")
+    assert [f"{f.code}:{f.line}" for f in findings(text, "HS277", "HS166")] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fp16=not torch.cuda.is_bf16_supported(), bf16=torch.cuda.is_bf16_supported()", ["HS166:9", "HS277:5"]),
+        ("fp16=torch.cuda.is_available() and not torch.cuda.is_bf16_supported()", ["HS166:9", "HS277:5"]),
+        ("fp16=not torch.cuda.is_bf16_supported() and args.half", []),
+        ("fp16=args.half", []),
+    ],
+)
+def test_float16_weights_with_fp16_on_gpus_without_bf16(flags, expected):
+    """The scaler rejects the gradients on old GPUs, and on the others nothing keeps float32 weights."""
+    text = MADE.format(made="return {'torch_dtype': torch.float16}", flags=f", {flags}")
+    assert sorted(f"{f.code}:{f.line}" for f in findings(text, "HS277", "HS166")) == expected

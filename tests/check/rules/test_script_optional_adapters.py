@@ -190,3 +190,30 @@ LOOP = "for p in model.projector.parameters():\n    p.requires_grad = True"
 def test_layer_that_is_trained_whole_next_to_adapters_is_reported(dtype, above, below, expected):
     """Layers enabled below `get_peft_model` have the dtype of the load, unless they are new or cast to float32."""
     assert codes(BESIDE.format(dtype=dtype, above=above, below=below)) == expected
+
+
+UNQUANTIZED = """\
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+def main(cfg):
+    if cfg.{option}:
+        model = AutoModelForCausalLM.from_pretrained(cfg.path, quantization_config=make(cfg), dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(cfg.path, dtype=torch.bfloat16)
+    if cfg.{other}:
+        model = get_peft_model(model, adapter(cfg))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("option", "other", "is_said"), [("quantize", "lora", True), ("qlora", "qlora", False)])
+def test_a_model_that_is_not_quantized_may_have_adapters(option, other, is_said):
+    """The condition of the load leaves adapters open, so the message names them; a condition about adapters does not."""
+    reported = findings(UNQUANTIZED.format(option=option, other=other), "HS151")
+    assert [f.line for f in reported] == [8]
+    assert ("no adapter is used" in reported[0].message) == is_said

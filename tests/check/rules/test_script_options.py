@@ -467,3 +467,38 @@ NO_AMP = "parser.add_argument('--no-amp', dest='amp', action='{action}')\n"
 def test_options_that_only_store_the_default_of_the_parser(options, expected):
     """Every flag of an option is read together with `set_defaults`, which replaces the default of each."""
     assert [f"{f.code}:{f.line}" for f in findings(HEAD + options, "HS133")] == expected
+
+
+ENVIRONMENT = "import os\nimport torch\nfrom torch.amp import autocast\n"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "if os.getenv('USE_AMP', False):\n    enable()\n",
+        "if not os.environ.get('USE_AMP', '0'):\n    disable()\n",
+        "scaler = torch.amp.GradScaler('cuda', enabled=bool(os.environ.get('FP16', True)))\n",
+        "amp = os.getenv('USE_AMP', 'false')\nwith autocast('cuda', enabled=amp):\n    step()\n",
+    ],
+)
+def test_a_flag_of_the_environment_that_is_tested_as_text(use):
+    """Every text but the empty one is true, "0" and "False" included."""
+    assert codes(ENVIRONMENT + use) == ["HS133:4"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "if os.getenv('USE_AMP', '0') == '1':\n    enable()\n",
+        "if int(os.getenv('USE_AMP', 0)):\n    enable()\n",
+        "if os.getenv('USE_AMP'):\n    enable()\n",  # set or not set
+        "if os.environ.get('USE_AMP', ''):\n    enable()\n",
+        "if os.getenv('USE_AMP', 'false').lower() == 'true':\n    enable()\n",
+        "amp = os.getenv('USE_AMP', 'false')\nif amp == 'true':\n    enable()\n",
+        "amp = str2bool(os.getenv('USE_AMP', False))\nif amp:\n    enable()\n",
+        "if os.getenv('SHUFFLE', False):\n    enable()\n",
+    ],
+)
+def test_a_flag_of_the_environment_that_is_converted_or_set(use):
+    """A comparison and a conversion read the text, and a variable without a default may be meant to be set or not."""
+    assert codes(ENVIRONMENT + use) == []

@@ -324,6 +324,61 @@ def test_an_option_that_is_used(use):
     assert findings(OPTION.format(use=use), "HS139") == []
 
 
+NAMED = """\
+import argparse, torch
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--mixed_precision", default={default}, choices=["no", "fp16", "bf16"])
+args = parser.parse_args()
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+{use}
+"""
+
+
+@pytest.mark.parametrize("default", ["None", "'fp16'"])
+@pytest.mark.parametrize(
+    ("use", "is_reported"),
+    [
+        ("pass", True),
+        ("is_half = accelerator.mixed_precision == 'fp16'", True),
+        ("is_half = accelerator.mixed_precision in ('fp16', 'bf16')", True),
+        ("other = Accelerator(mixed_precision='fp16' if half else 'no')", True),
+        ("is_half = getattr(args, 'fp16')", False),
+        ("is_half = vars(args)['fp16']", False),
+        ("is_half = 'fp16' in args", False),
+    ],
+)
+def test_an_option_whose_name_is_also_a_value(use, default, is_reported):
+    """`precision == "fp16"` does not read the option `--fp16`; `getattr(args, "fp16")` does."""
+    assert [f.line for f in findings(NAMED.format(use=use, default=default), "HS139")] == [4] * is_reported
+
+
+CHOSEN = """import argparse, torch
+{head}
+parser = argparse.ArgumentParser()
+parser.add_argument("--dtype", default="float16")
+args = parser.parse_args()
+def train(args, loader):
+    dtype = getattr(torch, args.dtype)
+    model = build(args{part})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+train(args, load())
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "lines"), [("", ".width", [4]), ("", "", []), ("from models import build", "", [])]
+)
+def test_a_format_that_another_file_may_choose_by_the_same_option(head, part, lines):
+    """A dtype that nothing reads is harmless where the function that creates the model gets the options."""
+    assert [f.line for f in findings(CHOSEN.format(head=head, part=part), "HS139")] == lines
+
+
 SHARDED = """\
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, {name}

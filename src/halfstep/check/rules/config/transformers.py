@@ -233,7 +233,7 @@ class OverflowingModelConfigured(TrainerRule):
     name = "overflowing-model-configured"
     severity = "warning"
     reason = (
-        "T5 v1.1, FLAN-T5, mT5 and the large T5 checkpoints, and Gemma 3, were pre-trained in bfloat16 and have "
+        "T5 v1.1, FLAN-T5, mT5, T0 and the large T5 checkpoints, and Gemma 3 with models derived from it (MedGemma), were pre-trained in bfloat16 and have "
         "activations above 65504, the largest fp16 number. In fp16 they become inf and the loss NaN, or 0 in the "
         "Trainer's log; loss scaling does not help, because the forward pass overflows."
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.idle.environment import environment_flags
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -34,7 +35,7 @@ _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
 
 
 class BooleanOption(ScriptRule):
-    """A precision option of the command line cannot be switched off."""
+    """A precision option of the command line or the environment cannot be switched off."""
 
     code = "HS133"
     name = "precision-option-bool"
@@ -44,11 +45,13 @@ class BooleanOption(ScriptRule):
         "both turn fp16 on, silently. `action='store_true'` with `default=True` is True with and without the option, and so is one with "
         "`default=torch.cuda.is_available()` on a GPU. A run that is "
         "meant to be in float32 is not, and `--fp16` next to a bf16 that is always on requests both. An option that names a format "
-        "cannot be tested like a flag either: 'no' and 'float32' are true."
+        "cannot be tested like a flag either: 'no' and 'float32' are true. The same is true of a variable of the environment: `USE_AMP=0` is a "
+        "text that is not empty."
     )
     bad = (
         f"{_HEAD}parser.add_argument('--fp16', type=bool, default=False)\n",
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n",
+        "import os\nimport torch\nscaler = torch.amp.GradScaler('cuda', enabled=bool(os.getenv('USE_AMP', False)))\n",
         f"USE_BF16 = True\n{_HEAD}parser.add_argument('--bf16', action='store_true', default=USE_BF16)\n",
         _NAMED.format(test="args.mixed_precision"),
     )
@@ -56,6 +59,7 @@ class BooleanOption(ScriptRule):
         f"{_HEAD}parser.add_argument('--fp16', action='store_true')\n",
         f"{_HEAD}parser.add_argument('--fp16', action=argparse.BooleanOptionalAction)\n",
         f"{_HEAD}parser.add_argument('--shuffle', type=bool, default=False)\n",
+        "import os\nimport torch\nscaler = torch.amp.GradScaler('cuda', enabled=os.getenv('USE_AMP', '0') == '1')\n",
         _NAMED.format(test="args.mixed_precision != 'no'"),
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n"
         "parser.add_argument('--no-bf16', dest='bf16', action='store_false')\n",
@@ -117,6 +121,12 @@ class BooleanOption(ScriptRule):
                     instead="action=argparse.BooleanOptionalAction, or action='store_true'",
                 )
         yield from self._tested_names(script, options)
+        for call, name in environment_flags(script, PRECISION_OPTION):
+            yield self.finding(
+                script.where(call),
+                f"`{name}=0` and `{name}=False` are true: a variable of the environment is text, and every text but the empty one is true",
+                instead=f"os.getenv({name!r}, '0') == '1'",
+            )
         for call, name in _parsed_by_hand(script):
             yield self.finding(
                 script.where(call),

@@ -31,6 +31,7 @@ from halfstep.check.script.syntax.unread import (
     inherits,
     is_setting,
     is_unread,
+    key_strings,
     loads,
     mentions,
     read_names,
@@ -163,9 +164,7 @@ class UnusedPrecisionOption(ScriptRule):
             self._fields, self._settings, self._stored, self._choices, self._overwritten, self._ignored, self._dropped, self._unread,
             self._still_scaled, self._powerless, self._fixed, self._idle, self._unanswered, self._limits,
         ):  # fmt: skip
-            reported = [
-                finding for finding in part(script) if finding.line not in lines
-            ]  # a field may be a variable too
+            reported = [f for f in part(script) if f.line not in lines]  # a field may be a variable too
             lines.update(finding.line for finding in reported)
             yield from reported
         calls = script.outline.calls.keys()
@@ -186,7 +185,7 @@ class UnusedPrecisionOption(ScriptRule):
         called = {n.func for n in options.nodes if isinstance(n, ast.Call)}
         loads = [n for n in loads if n not in called]  # `self.amp()` is a method
         read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not is_only_shown(script.outline, n)}
-        read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        read |= key_strings(script.outline, options.nodes)
         for call, flag, name in precise:
             if name not in read and argument(call, None, "dest") is None:
                 yield self.finding(
@@ -236,6 +235,7 @@ class UnusedPrecisionOption(ScriptRule):
             chosen = chosen or [b for b in values if names_other_format(script, name, b.value)]
             first = chosen[0] if chosen else None
             is_read = name in read and (name != key or not is_local(script.outline, bindings))
+            is_read |= first is not None and Options(script).may_be_read(first.value)
             if first is None or len(chosen) != len(bindings) or is_read:
                 continue
             # By the text: the tree has what a table gives in the place of the variable.

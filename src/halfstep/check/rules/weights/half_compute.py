@@ -121,7 +121,8 @@ class HalfComputeWithoutScale(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Unscaled training of adapters on a model that is certainly float16."""
         training = script.training
-        if is_exercise(script) or training.adapters == "no" or training.has_masters or script.scalers:
+        is_scaled = any(scaler.enabled != "no" for scaler in script.scalers)
+        if is_exercise(script) or training.adapters == "no" or training.has_masters or is_scaled:
             return
         if script.outline.names.uses("unsloth"):
             return  # it chooses the dtype of the computation itself
@@ -139,11 +140,18 @@ class HalfComputeWithoutScale(ScriptRule):
 
     def _loops(self, script: Script, bases: list[_Base]) -> Iterator[Finding]:
         backs = list(script.events("backward"))
-        if script.autocasts or script.has("scaler_step", "apex_initialize", "owned_backward", "owned_step"):
+        if any(a.enabled != "no" for a in script.autocasts) or script.has(
+            "apex_initialize", "owned_backward", "owned_step"
+        ):
             return
-        if any(back.scaled != "no" or _is_multiplied(back.node) for back in backs) or not script.training.optimizers:
+        if script.has("scaler_step") and not script.scalers:
+            return  # of another file
+        if (
+            any((back.scaled != "no" and not script.scalers) or _is_multiplied(back.node) for back in backs)
+            or not script.training.optimizers
+        ):
             return
-        stepped = [e for e in script.events("opt_step") if not e.inside("no_grad")]
+        stepped = [e for e in script.events("opt_step", "scaler_step") if not e.inside("no_grad")]
         for base in bases:
             back = next((b for b in backs if not conditions_of(script.outline, b.node)), None)
             if back is not None and stepped and _is_optimized(script, base):

@@ -22,7 +22,7 @@ from halfstep.check.script.objects.chosen import condition_text, dtype_values, f
 from halfstep.check.script.objects.expressions import asks_for_adapters
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.loading import loads_bfloat16, stored_float16
-from halfstep.check.script.objects.trainers import arguments_of
+from halfstep.check.script.objects.trainers import arguments_of, is_without_bf16
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -106,6 +106,13 @@ class HalfLoadWithFp16Training(ScriptRule):
                     script.where(flag),
                     f"{stored}{subject(tie.cast)} has its checkpoint's float16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True: "
                     "the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
+                )
+            if scaled is None and tie.cast.formats == {"float16"} and flag is not None and is_without_bf16(flag):
+                yield self.finding(
+                    script.where(flag),
+                    f"{subject(tie.cast)} has float16 weights ({script.at(tie.cast.node)}) and is trained with fp16=True on a GPU without bfloat16: the "
+                    "scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )
             rejected = _rejected_when(script, tie, flag)

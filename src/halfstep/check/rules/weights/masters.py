@@ -12,12 +12,12 @@ from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.chosen import dtype_values
-from halfstep.check.script.objects.expressions import arms_of, asks_for_adapters
+from halfstep.check.script.objects.expressions import arms_of, decides_adapters
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for
 from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.lifted import lifted_in_float16
 from halfstep.check.script.objects.loading import is_language_model, stored_low
-from halfstep.check.script.objects.trainers import has_plugin, names_engine, places_without_engine
+from halfstep.check.script.objects.trainers import has_plugin, is_without_bf16, names_engine, places_without_engine
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
@@ -27,9 +27,7 @@ from halfstep.check.script.syntax.scope import default_of
 from halfstep.check.script.syntax.unstepped import never_steps, trains_nothing
 from halfstep.check.settings import Settings
 
-__all__ = [
-    "RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "optimizer_names", "remedy", "subject", "when",
-]  # fmt: skip
+__all__ = ["RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "optimizer_names", "remedy", "subject", "when"]
 
 _LOOP = """\
 import torch
@@ -69,7 +67,7 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     lineage = lineage or Lineage(script.outline)
     # An option may choose both the cast and what is frozen.
     parts = [f"`{flag}`" for flag in dict.fromkeys((*flags, *map(_negated, lineage.frozen_when)))]
-    if script.training.adapters == "optional" and not lineage.is_adapted and not asks_for_adapters(conditions):
+    if script.training.adapters == "optional" and not lineage.is_adapted and not decides_adapters(conditions):
         parts.append("no adapter is used")
     if cast.form == "factory":
         parts.append(f"`{text_of(cast.node.func)}` creates {low} weights")
@@ -99,6 +97,9 @@ def subject(cast: Cast) -> str:
 def anchor(script: Script, cast: Cast) -> ast.AST:
     """Where to report a cast: the call, the dtype in it if that stands far below, or where the only caller chooses it."""
     dtype = next(dtype_values(cast), None)
+    around = {n for n in script.above(cast.dtype) if isinstance(n, ast.FunctionDef)} if cast.dtype is not None else ()
+    if around and cast.function.node not in around and cast.dtype is not None:
+        return cast.dtype  # in `**make_options()`
     dtype = dtype if dtype is not cast.dtype or any(k.value is dtype for k in cast.node.keywords) else None
     if dtype is not None and cast.form == "load" and (name := key_of(dtype)) in cast.function.params:
         passed = list(passed_for(script.outline, name, cast.function))
@@ -336,6 +337,8 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     if constant(flag) is True or text_of(flag) == "torch.cuda.is_available()":
         return True
     is_option = tie.is_parsed and tie.cast.formats != {"float16"}  # most likely --fp16
+    if tie.cast.formats == {"float16"} and flag is not None and is_without_bf16(flag):
+        return False  # on every other GPU nothing scales them
     return tie.cast.low == {"float16"} and (is_option or _may_be_set(script, tie, "fp16"))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.order import is_amp
@@ -38,6 +39,8 @@ class Tuner(L.LightningModule):
 L.Trainer(precision="{precision}").fit(Tuner(), loader)
 """
 _NOT_MODELS = ("Tokenizer", "Processor", "Config", "FeatureExtractor", "TokenizerFast")
+_ON_GPU = regex(r"^torch\.cuda\.is_available\(\)$|^([\w.]*\.)?((use|has|on|is|with)_)?(gpu|cuda)(_available)?$")
+_OFF_GPU = regex(r"^([\w.]*\.)?(((use|on|is|force)_)?cpu(_only)?|(no|without|disable)_?(gpu|cuda))$")
 _HALF = {16, "16", "16-mixed", "16-true"}
 
 
@@ -48,7 +51,7 @@ class OverflowingModel(ScriptRule):
     name = "overflowing-model"
     severity = "warning"
     reason = (
-        "T5 v1.1, FLAN-T5, mT5 and the large T5 checkpoints, and Gemma 3, were pre-trained in bfloat16 and have activations above 65504, "
+        "T5 v1.1, FLAN-T5, mT5, T0 and the large T5 checkpoints, and Gemma 3 with models derived from it (MedGemma), were pre-trained in bfloat16 and have activations above 65504, "
         "the largest float16 number (a report on a Gemma 3 model has 800,000). In float16 they become inf: the loss is NaN, or 0 in the Trainer's log. "
         "Loss scaling does not help, because the forward pass overflows. Use bfloat16, or float32 on GPUs without it."
     )
@@ -78,6 +81,10 @@ class OverflowingModel(ScriptRule):
         "gemma-3",
         "embeddinggemma",
         "mt0-",
+        "medgemma",
+        "translategemma",
+        "functiongemma",
+        "t5gemma-2",
         "fp16=True",
         "fp16=torch",
     )
@@ -174,11 +181,20 @@ def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
 
 def _is_on(script: Script, node: ast.expr, function: Function) -> bool:
     """Whether a flag is true, or true on every GPU."""
-    values = script.outline.values(key_of(node), function) if key_of(node) else [node]
-    return bool(values) and all(
-        constant(value) is True or (isinstance(value, ast.Call) and text_of(value.func) == "torch.cuda.is_available")
-        for value in values
-    )
+    values = script.outline.values(key_of(node), function) if key_of(node) else []
+    return all(constant(value) is True or _asks_for_gpu(value) for value in values or [node])
+
+
+def _asks_for_gpu(value: ast.expr) -> bool:
+    """Whether a flag is true on a GPU and false without one: `torch.cuda.is_available()`, `not args.cpu`, `False if no_gpu else True`."""
+    if isinstance(value, ast.IfExp) and {constant(value.body), constant(value.orelse)} == {True, False}:
+        is_true, value = constant(value.body) is True, value.test
+    else:
+        is_true = True
+    while isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        is_true, value = not is_true, value.operand
+    text = text_of(value)
+    return is_true if _ON_GPU.search(text) else not is_true and bool(_OFF_GPU.search(text))
 
 
 RULES: tuple[type[Rule], ...] = (OverflowingModel,)

@@ -23,7 +23,7 @@ from halfstep.check.script.objects.expressions import (
     spared_branches,
 )  # fmt: skip
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
-from halfstep.check.script.objects.loading import fully_trained
+from halfstep.check.script.objects.loading import unsloth_adapters
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
@@ -117,7 +117,7 @@ def adapter_use(outline: Outline) -> str:
     if not mentions:
         return "no"
     if outline.names.uses("unsloth"):
-        return "no" if fully_trained(outline) and "get_peft_model" not in outline.calls else "yes"
+        return unsloth_adapters(outline)
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     every = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
     others = (_is_merged, _runs_script, makes_configuration)

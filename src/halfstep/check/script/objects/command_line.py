@@ -70,6 +70,11 @@ class Options:
                 return call, flag
         return None
 
+    def may_be_read(self, value: ast.AST | None) -> bool:
+        """Whether an expression reads an option whose namespace another file gets, where it may choose the format of the run."""
+        inside = {n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute)} if value is not None else set()
+        return not inside.isdisjoint(name for _, _, name in self.declared) and not stays_here(self)
+
     def is_switched(self, calls: Collection[ast.Call], name: str, default: ast.Call | None = None) -> bool:
         """Whether something else than some options, and a call of set_defaults, sets their value: another option or an assignment."""
         off = {f"no_{name}", f"disable_{name}", f"no{name}", f"without_{name}", f"not_{name}", f"skip_{name}"}

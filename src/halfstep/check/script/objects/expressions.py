@@ -20,6 +20,7 @@ __all__ = [
     "arms_of",
     "asks_for_adapters",
     "conditions_of",
+    "decides_adapters",
     "ends_run",
     "entries_of",
     "first_key",
@@ -268,6 +269,11 @@ def has_other_option(text: str) -> bool:
 def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
     """Whether one of these conditions is about adapters or quantization."""
     return any(ADAPTER_FLAG.search(text) for text, _ in guards)
+
+
+def decides_adapters(guards: tuple[Guard, ...]) -> bool:
+    """Whether one of these conditions is about adapters: a model that is not quantized may have some."""
+    return any(ADAPTER_FLAG.search(_QUANTIZES.sub("", text)) for text, _ in guards)
 
 
 def is_quantized_with(outline: Outline, call: ast.Call, option: ast.expr, dtype: ast.expr | None) -> bool:

@@ -53,13 +53,8 @@ SAME_MODEL = {
 _NOTHING = frozenset({UNKNOWN})
 _NAMED = regex(r"^(str|string|name)_?to_?(torch_)?dtype$")  # of another file: `str_to_dtype("bfloat16")`
 _STRINGS = {
-    "bfloat16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "float16": "float16",
-    "torch.float16": "float16",
-    "float32": "float32",
-    "auto": AUTO,
-}
+    "bfloat16": "bfloat16", "torch.bfloat16": "bfloat16", "float16": "float16", "torch.float16": "float16", "float32": "float32", "auto": AUTO,
+}  # fmt: skip
 
 
 class VariableCast(NamedTuple):
@@ -262,7 +257,7 @@ def entries_named(outline: Outline, key: str, function: Function) -> Iterator[tu
 
 
 def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str) -> ast.expr | None:
-    """A keyword argument under any of its names, also from `**options` with a dictionary of this file."""
+    """A keyword argument under any of its names, also from `**options` with a dictionary of this file, or `**make_options()`."""
     for keyword in call.keywords:
         if keyword.arg in names:
             return keyword.value
@@ -270,6 +265,12 @@ def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str
         if keyword.arg is not None:
             continue
         key = key_of(keyword.value)
+        target = outline.call_target(keyword.value, function) if isinstance(keyword.value, ast.Call) else None
+        parts = [p for p in returned_by(target) if key_of(getattr(p, "func", None)) in {"", "dict"}] if target else []
+        for part in parts:  # not what another function makes: functions may call each other
+            inner = keyword_of(outline, ast.Call(call.func, [], [ast.keyword(None, part)]), target or function, *names)
+            if inner is not None and (not key_of(inner) or outline.names.full(inner)):  # no variable of that function
+                return inner
         options = outline.values(key, function)[:MAX_VALUES] if key else [keyword.value]
         for name in names:
             for binding in outline.bindings.get(f"{key}[{name!r}]", ()) if key else ():
@@ -321,8 +322,7 @@ def _added_options(outline: Outline, key: str, function: Function) -> Iterator[a
 def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
     """An entry of `{...}` or `dict(...)` by its key."""
     if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return next((v for k, v in pairs if k is not None and constant(k) == name), None)
+        return next((v for k, v in zip(node.keys, node.values, strict=True) if constant(k) == name), None)
     if isinstance(node, ast.Call) and key_of(node.func) == "dict":
         return next((k.value for k in node.keywords if k.arg == name), None)
     return None

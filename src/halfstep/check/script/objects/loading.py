@@ -9,6 +9,7 @@ import ast
 import re
 
 from halfstep.check.regex import regex
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.choices import field_defaults
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of, passed_for, returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -17,7 +18,6 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = [
-    "fully_trained",
     "initialized",
     "is_language_model",
     "is_rebound",
@@ -26,6 +26,7 @@ __all__ = [
     "loads_bfloat16",
     "stored_float16",
     "stored_low",
+    "unsloth_adapters",
 ]
 
 # Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
@@ -52,7 +53,7 @@ _NAMES_MODEL = regex(r"(path|name|dir|model_id)$")  # a variable or a function t
 _LANGUAGE_MODEL = regex(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
 
 
-def fully_trained(outline: Outline) -> bool:
+def _fully_trained(outline: Outline) -> bool:
     """Whether Unsloth loads each model to train all its weights in their own dtype: `full_finetuning=True`.
 
     So it does with `load_in_4bit=False`, where the script attaches no adapter. `float32_mixed_precision=True` has it train
@@ -65,6 +66,29 @@ def fully_trained(outline: Outline) -> bool:
         and _is_bfloat16(outline, argument(call, None, "dtype"))
         for call in loads
     )
+
+
+def unsloth_adapters(outline: Outline) -> str:
+    """Whether a script with Unsloth trains adapters: no, optional or yes.
+
+    They are optional if the branch that attaches none loads a model that is neither quantized nor trained in float32.
+    """
+    attached = [conditions_of(outline, call) for call, _ in outline.calls.get("get_peft_model", ())]
+    if not attached:
+        return "no" if _fully_trained(outline) else "yes"
+    loads = [call for call, _ in outline.calls.get("from_pretrained", ()) if _is_unsloth(outline, call)]
+    whole = [conditions_of(outline, call) for call in loads if _is_whole(call)]
+    is_apart = any(not any(possible(own, guards) for guards in attached) for own in whole)
+    return "optional" if is_apart else "yes"
+
+
+def _is_whole(load: ast.Call) -> bool:
+    """Whether Unsloth loads a model that is not quantized, without float32 copies."""
+    switches = {k.arg: constant(k.value) for k in load.keywords}
+    is_named = constant(argument(load, 0, "model_name"))
+    is_other = isinstance(is_named, str) and bool(_ADAPTED.search(is_named))
+    quantized = {switches.get(name, False) for name in ("load_in_4bit", "load_in_8bit", "float32_mixed_precision")}
+    return "load_in_4bit" in switches and quantized == {False} and None not in switches and not is_other
 
 
 def loads_bfloat16(outline: Outline) -> bool | None:

@@ -25,6 +25,7 @@ __all__ = [
     "is_library_trainer",
     "is_sharded",
     "is_trainer",
+    "is_without_bf16",
     "losses_without_count",
     "model_of",
     "names_engine",
@@ -73,6 +74,14 @@ def is_trainer(outline: Outline, name: str) -> bool:
         or is_variable
         or any(text_of(base).endswith("Trainer") for base in bases)
     )
+
+
+def is_without_bf16(flag: ast.expr) -> bool:
+    """Whether a flag is true on GPUs without bfloat16 and on no other: `cuda and not torch.cuda.is_bf16_supported()`."""
+    parts = flag.values if isinstance(flag, ast.BoolOp) and isinstance(flag.op, ast.And) else [flag]
+    texts = [text_of(part) for part in parts]
+    asked = [t for t in texts if re.fullmatch(r"not [\w.]*is_(bf16|bfloat16)_supported\(.*\)", t)]
+    return len(asked) == 1 and all(t in asked or t.endswith("cuda.is_available()") for t in texts)
 
 
 def has_plain_trainer(outline: Outline) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "is_hidden",
     "is_setting",
     "is_unread",
+    "key_strings",
     "last_of",
     "loads",
     "mentions",
@@ -52,6 +53,28 @@ def read_names(nodes: Collection[ast.AST]) -> set[str]:
     """The attributes that are read, and every string: `getattr(args, "amp")`."""
     names = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     return names | {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def key_strings(outline: Outline, nodes: Collection[ast.AST]) -> set[str]:
+    """The strings that may name an attribute: `getattr(args, "amp")`, `options["amp"]`, not `precision == "fp16"`.
+
+    A value that something is compared with, a choice or a default of an option and what a keyword argument gets name none.
+    """
+    strings = (n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {str(n.value) for n in strings if not _is_value(outline, n)}
+
+
+def _is_value(outline: Outline, node: ast.AST) -> bool:
+    """Whether a string is compared, or stands for a keyword argument."""
+    parent = outline.parents.get(node)
+    if isinstance(parent, (ast.List, ast.Tuple, ast.Set)):
+        node, parent = parent, outline.parents.get(parent)
+    while isinstance(parent, ast.IfExp) and node is not parent.test:
+        node, parent = parent, outline.parents.get(parent)
+    if isinstance(parent, ast.Compare):
+        is_member = node is parent.left and isinstance(parent.ops[0], (ast.In, ast.NotIn))  # `"amp" in options`
+        return not is_member
+    return isinstance(parent, ast.keyword)
 
 
 def reads_by_name(outline: Outline) -> bool:
