@@ -240,6 +240,7 @@ class SchedulerIgnoresSkips(TraceRule):
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if PHASE.match(g.text) or _is_per_step(script, g, event)]
+        same += [g for g in event.guards if g.is_true and _OF_EPOCH.match(g.text)]
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
         same += [g for g in event.guards if _records_step(script, g, event, step) or _is_start(script, g, event)]
         if tests_norm(script, dataclasses.replace(step, guards=tuple(waits))):
