@@ -238,7 +238,8 @@ def _forwards(script: Script, function: Function) -> Iterator[tuple[ast.Call, st
         key = key_of(call.func)
         owner = key.rpartition(".")[0]
         helpers = _helpers(script, call, function, methods)
-        if helpers and any(any(_runs(n, evaluated) for n in ast.walk(h.node)) for h in helpers):
+        is_plain = not any(_PRECISION.search(ast.unparse(h.node)) for h in helpers)
+        if is_plain and any(_runs(n, evaluated) for h in helpers for n in ast.walk(h.node)):
             yield call, min(evaluated)
             continue
         if last_name(key) in defined or _MAKES.search(key) or _is_made_here(function, key.partition(".")[0]):
