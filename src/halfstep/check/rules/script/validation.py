@@ -18,8 +18,8 @@ from halfstep.check.script.flow.phases import (
     is_preview,
     is_validation,
     needs_no_region,
-    off_for_argument,
     only_in_training,
+    partial_regions,
     reads_data,
     without_reason,
 )
@@ -29,7 +29,6 @@ from halfstep.check.script.flow.validations import (
     has_region,
     named_validations,
     old_probabilities,
-    trains_in_region,
 )
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
@@ -135,12 +134,9 @@ class EvaluationWithoutAutocast(ScriptRule):
         if in_traces or script.outline.names.uses("pytest", "unittest") or not has_region(script):
             yield from in_traces
             return
-        for autocast in script.autocasts:
-            function = _function_of(script, autocast.node)
-            place, flag = off_for_argument(script, autocast, function)
-            if place is not None and trains_in_region(function):
-                yield self._report_phase(script, place, flag, f"what `{function.name}` computes")
-                return
+        for place, flag, name in partial_regions(script):
+            yield self._report_phase(script, place, flag, name)
+            return
         for call, name in named_validations(script):
             yield self._report(script, call, name)
         for call, name in old_probabilities(script):

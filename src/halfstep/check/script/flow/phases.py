@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.flow.order import loops_around
-from halfstep.check.script.flow.validations import is_loaded_low
+from halfstep.check.script.flow.validations import is_loaded_low, trains_in_region
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
@@ -22,7 +22,7 @@ from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
 __all__ = [
-    "hooked_schedules", "is_diagnostic", "is_drawn", "is_preview", "is_validation", "needs_no_region", "off_for_argument", "only_in_training", "reads_data",
+    "hooked_schedules", "is_diagnostic", "is_drawn", "is_preview", "is_validation", "needs_no_region", "only_in_training", "partial_regions", "reads_data",
     "without_reason",
 ]  # fmt: skip
 
@@ -68,7 +68,7 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
         for flag in (part.strip("()") for text in flags for part in text.split(" and ")):
             if _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
                 return autocast.node, flag
-        place, flag = off_for_argument(script, autocast, event.function)
+        place, flag = _off_for_argument(script, autocast, event.function)
         if place is not None:
             return place, flag
         place, flag = _off_in_validation(script, autocast, event)
@@ -81,7 +81,18 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
     return _entered_in_training(script, event)
 
 
-def off_for_argument(script: Script, autocast: Autocast, function: Function) -> tuple[ast.AST | None, str]:
+def partial_regions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
+    """Where a function that trains in a region is called for validation without it, the flag, and what is in float32 there, in words."""
+    for autocast in script.autocasts:
+        above = list(script.above(autocast.node))
+        function = next((f for f in script.outline.functions if f.node in above), None)
+        if function is not None and trains_in_region(function):
+            place, flag = _off_for_argument(script, autocast, function)
+            if place is not None:
+                yield place, flag, f"what `{function.name}` computes"
+
+
+def _off_for_argument(script: Script, autocast: Autocast, function: Function) -> tuple[ast.AST | None, str]:
     """The call for validation that leaves out what enables a region, `run_epoch(val_loader, scaler=None)`, and the flag."""
     outline = script.outline
     flag = _PARAMETER.fullmatch(autocast.enabled)

@@ -265,8 +265,8 @@ def _helpers(script: Script, call: ast.Call, function: Function, methods: Mappin
     key = key_of(call.func)
     values = script.outline.values(key, function) if key.isidentifier() else []
     names = {key_of(value).removeprefix("self.") for value in values} if values else {key.removeprefix("self.")}
-    found = [methods[name] for name in names if name in methods and methods[name] is not function]
-    return found if len(found) == len(names) else []
+    helpers = [methods[name] for name in names if name in methods and methods[name] is not function]
+    return helpers if len(helpers) == len(names) else []
 
 
 def _runs(node: ast.AST, models: set[str]) -> bool:

@@ -15,7 +15,7 @@ _EPOCH = regex(r"^(epoch|cur_epoch|current_epoch|epoch_(idx|index|num|i))$")
 
 
 def lives_one_epoch(script: Script, step: Event) -> bool:
-    """Whether a scaler is created anew for each epoch (HS121), so that no checkpoint between two of them has a scale to restore."""
+    """Whether a scaler is created again for each epoch (HS121), so that no checkpoint between two of them has a scale to restore."""
     function = step.function
     created = [s for s in script.scalers if s.function is function and s.key == step.local.scaler and "." not in s.key]
     is_epoch = bool(_ONE_EPOCH.search(function.name)) or any(map(_EPOCH.search, function.params))
