@@ -84,8 +84,8 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
 def partial_regions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
     """Where a function that trains in a region is called for validation without it, the flag, and what is in float32 there, in words."""
     for autocast in script.autocasts:
-        above = list(script.above(autocast.node))
-        function = next((f for f in script.outline.functions if f.node in above), None)
+        functions = {f.node: f for f in script.outline.functions}
+        function = next((functions[n] for n in script.above(autocast.node) if n in functions), None)
         if function is not None and trains_in_region(function):
             place, flag = _off_for_argument(script, autocast, function)
             if place is not None:
