@@ -99,34 +99,6 @@ def test_a_method_that_returns_the_scaler_for_a_checkpoint():
     assert findings(METHOD.format(returned="self.epoch", passed="self.active()"), "HS170")
 
 
-EPOCHS = """\
-import torch
-class Trainer:
-    def _train_epoch(self, loader, epoch_idx):
-        {local}
-        for x in loader:
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = self.model(x)
-            {scaler}.scale(loss).backward()
-            {scaler}.step(self.optimizer)
-            {scaler}.update()
-    def fit(self, loader):
-        {attribute}
-        for epoch in range(9):
-            self._train_epoch(loader, epoch)
-            torch.save({{"optimizer": self.optimizer.state_dict()}}, "last.pt")
-"""
-CREATED = "torch.amp.GradScaler('cuda')"
-
-
-def test_a_scaler_of_one_epoch_has_no_state_to_save():
-    """A scaler that each epoch creates again restarts anyway (HS121), with and without a checkpoint."""
-    once = EPOCHS.format(local="pass", attribute=f"self.scaler = {CREATED}", scaler="self.scaler")
-    each = EPOCHS.format(local=f"scaler = {CREATED}", attribute="pass", scaler="scaler")
-    assert findings(once, "HS170")
-    assert not findings(each, "HS170")
-
-
 RESUME = """\
 import torch
 def main(args):

@@ -26,7 +26,6 @@ from halfstep.check.script.objects.saving import (
 )
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.scaling.attached_states import ATTACHED, attached_states
-from halfstep.check.script.scaling.short_lives import lives_one_epoch
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import last_name_of
@@ -163,7 +162,6 @@ class ScalerNotSaved(ScriptRule):
         if script.has("save_scaler") or handed or names_scaler(script.outline, script.scalers):
             return
         yield from self._owned(script)
-        steps = [e for e in steps if not lives_one_epoch(script, e)]
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
         passed = (*_spread(script, "save"), *attached_states(script, steps))
         for event in (*once(script.events("save_optimizer")), *passed):
