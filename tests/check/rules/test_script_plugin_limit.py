@@ -44,7 +44,7 @@ CLIP = "self.accelerator.clip_grad_norm_(self.model.parameters(), {})"
         ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {'zero_optimization': {}, **more}", []),
         ("DeepSpeedPlugin(hf_ds_config=DS)", "1.0", "DS = {}; DS['gradient_clipping'] = 1.0", []),
         ("DeepSpeedPlugin(hf_ds_config='ds.json')", "0.5", "", []),  # the file may set the limit
-        ("DeepSpeedPlugin()", "0.5", "", []),  # the launcher does
+        ("DeepSpeedPlugin()", "0.5", "", ["advice"]),  # the launcher does, not this call
         ("DeepSpeedPlugin(zero_stage=2) if args.deepspeed else None", "0.5", "", []),
         ("DeepSpeedPlugin(**options)", "0.5", "", []),
     ],

@@ -21,6 +21,7 @@ from halfstep.check.script.objects.engines import (
     loop_class,
     scaling_accelerator,
 )
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
@@ -206,6 +207,7 @@ class ClipBehindFramework(TraceRule):
 
     def _by_plugin(self, script: Script) -> Iterator[Finding]:
         """Limits that an Accelerator with DeepSpeed gets and does not use, next to a plugin that has another one."""
+        yield from self._by_launcher(script)
         plugin = _deepspeed_plugin(script)
         own = _limit_of(script, plugin) if plugin is not None else None
         used = _number(script, own) if own is not None else None
@@ -227,6 +229,28 @@ class ClipBehindFramework(TraceRule):
                 f"with DeepSpeed this call clips nothing and the engine {does} ({cause}): `{text_of(limit)}` has no effect",
                 instead=f"set gradient_clipping of DeepSpeedPlugin, or of its configuration, to {text_of(limit)}",
                 severity=None if wanted is not None else "advice",
+            )
+
+    def _by_launcher(self, script: Script) -> Iterator[Finding]:
+        """Limits that an Accelerator gets whose DeepSpeed the launcher configures: `DeepSpeedPlugin()`."""
+        for call, function in script.outline.calls.get("clip_grad_norm_", ()):
+            owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            engine, limit = engine_at(script, owner, function), argument(call, 1, "max_norm")
+            made = engine.call if engine is not None and engine.plugin == "deepspeed" else None
+            if engine is None or made is None or engine.function is None or limit is None:
+                continue
+            plugin = argument(made, None, "deepspeed_plugin")
+            values = script.outline.values(key_of(plugin), engine.function) if key_of(plugin) else [plugin]
+            is_plain = [isinstance(v, ast.Call) and last_name(key_of(v.func)) == "DeepSpeedPlugin" for v in values]
+            if not values or not all(is_plain) or any(isinstance(v, ast.Call) and arguments_of(v) for v in values):
+                continue
+            if any("gradient_clipping" in key and "deepspeed" in key for key in script.outline.bindings):
+                continue
+            yield self.finding(
+                script.where(call),
+                f"with DeepSpeed this call clips nothing, and the engine clips at gradient_clipping of the launcher's configuration: `{text_of(limit)}` has no effect",
+                instead=f"DeepSpeedPlugin(gradient_clipping={text_of(limit)})",
+                severity="advice",
             )
 
     def _by_model(self, script: Script, trace: Trace, index: int) -> Finding | None:

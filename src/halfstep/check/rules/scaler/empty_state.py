@@ -134,9 +134,17 @@ def _read_by_entry(script: Script, function: ast.AST, lines: set[int]) -> Iterat
         if not isinstance(target, ast.Name) or not _entry_name(getattr(statement, "value", None)):
             continue
         uses = [n for n in parents if isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load)]
+        uses = [use for use in uses if not _only_asks(parents[use])]
         entries = [_entry_of(parents, use) for use in uses]
         if all(depth >= levels and not is_amp((text_of(entry), True)) for entry, depth in entries):
             yield target.lineno
+
+
+def _only_asks(parent: ast.AST) -> bool:
+    """Whether settings are only asked for their type, or for an entry that is not about precision: `"fold" not in saved`."""
+    if isinstance(parent, ast.Call):
+        return key_of(parent.func) == "isinstance"
+    return isinstance(parent, ast.Compare) and _asks_if_present(parent) and not is_amp((text_of(parent.left), True))
 
 
 def _entry_of(parents: dict[ast.AST, ast.AST], settings: ast.expr) -> tuple[ast.expr, int]:

@@ -29,9 +29,10 @@ from halfstep.check.script.flow.order import (
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
 from halfstep.check.script.flow.window import is_position, targets_of
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of, scaling_accelerator
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of, scaling_accelerator, scaling_fabric
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.attached_schedules import attached_schedules, processed_steps
 from halfstep.check.script.scaling.finite_tests import tests_norm
 from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.scaling.scale_tests import never_float16, reads_scale, same_scales, settled_by
@@ -70,6 +71,8 @@ _TESTED_LOSS = regex(
 _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 # Stochastic weight averaging, for which a few skipped steps do not matter, and schedules of the weight decay or of a momentum.
 _OTHER = regex(r"swa|(^|[._])(wd|weight_decay|momentum)_", re.IGNORECASE)
+_CREATES_SCHEDULE = regex(r"LR$|[sS]chedul|^CosineAnnealingWarmRestarts$")
+_OF_EPOCH = regex(r"^[\w.]*epoch (==|<|<=) ")
 _SKIPPED = {"optimizer_step_was_skipped", "step_was_skipped"}
 
 
@@ -83,7 +86,8 @@ class SchedulerIgnoresSkips(TraceRule):
         "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
         "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
         "rate that the script computes itself, or with `scheduler(step)`, from a number of iterations, their share of an epoch or a counter "
-        "that it increments after `scaler.step`."
+        "that it increments after `scaler.step`. An Accelerator waits with the schedules that it prepares, unless step_scheduler_with_optimizer=False; "
+        "Fabric does not."
     )
     bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (
@@ -107,8 +111,11 @@ class SchedulerIgnoresSkips(TraceRule):
         yield from reported
         # In bfloat16 gradients do not overflow.
         formats = {dtype for autocast in script.autocasts for dtype in autocast.dtypes}
+        if formats == {"bfloat16"}:
+            return
+        yield from self._attached(script)
         steps = [(trace, e) for trace in script.traces for e in trace if e.kind == "scaler_step"]
-        if not steps or not sets_rates(script) or formats == {"bfloat16"} or reads_scale(script):
+        if not steps or not sets_rates(script) or reads_scale(script):
             return
         if engines_of(script) and not any(script.scalers_named(e.scaler) for e in script.events("scaler_step")):
             return
@@ -123,6 +130,21 @@ class SchedulerIgnoresSkips(TraceRule):
                     "optimizer step",
                     instead=f"count the steps for which {step.local.scaler}.get_scale() did not decrease",
                 )
+
+    def _attached(self, script: Script) -> Iterator[Finding]:
+        """The schedules that an engine of ignite advances in each iteration of a function that steps with a scaler."""
+        attached = dict(attached_schedules(script)) if script.outline.names.uses("ignite") else {}
+        if not attached or reads_scale(script):
+            return
+        steps = [(trace, e) for trace in script.traces for e in trace if e.kind == "scaler_step"]
+        step = next(iter(processed_steps(script, _skippable(script, steps))), None)
+        for node, name in attached.items() if step is not None else ():
+            assert step is not None
+            yield self.finding(
+                script.where(node),
+                f"`{name}` advances in each iteration, also when `{step.local.scaler}` skips the optimizer step",
+                instead=f"advance it in `{step.function.name}`, only if {step.local.scaler}.get_scale() did not decrease",
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
@@ -140,7 +162,7 @@ class SchedulerIgnoresSkips(TraceRule):
         if event.loops:  # also at the start of an iteration
             steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
-        steps = _skippable(script, [(trace, e) for e in steps])
+        steps = _skippable(script, [(trace, e) for e in steps], event)
         steps = [e for e in steps if e.function is event.function or event.loops]
         settled = settled_by(script, same_scales(script))
         always = _without_alternatives(trace, event)
@@ -161,23 +183,43 @@ class SchedulerIgnoresSkips(TraceRule):
         )
 
     def _unprepared(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """The finding for a schedule that an Accelerator does not know, next to the step of an optimizer that it prepares."""
-        event, engine = trace[index], scaling_accelerator(script)
-        created = [v for v in script.outline.values(event.subject, event.function) if isinstance(v, ast.Call)]
+        """The finding for a schedule that an engine does not wait with, next to the step of an optimizer that the engine prepares.
+
+        An Accelerator waits with those that it prepares, unless step_scheduler_with_optimizer=False; Fabric knows of none.
+        """
+        event, engine = trace[index], scaling_accelerator(script) or scaling_fabric(script)
+        values = script.outline.values(event.subject, event.function)
+        created = [v for v in values if isinstance(v, ast.Call) and last_name_of(v.func) != "prepare"]
         names = [last_name_of(call.func) for call in created]
-        if engine is None or not event.loops or not names or not all(map(SCHEDULES.search, names)):
+        if engine is None or not event.loops or not names or not all(map(_CREATES_SCHEDULE.search, names)):
             return None
-        prepared = prepared_for(script, ACCELERATE, event)
-        if not prepared.is_complete or last_name(event.subject) in prepared.names or _asks_engine(script):
+        prepared = prepared_for(script, engine.library, event)
+        is_prepared = last_name(event.subject) in prepared.names and engine.library == ACCELERATE
+        if not prepared.is_complete or _asks_engine(script) or (is_prepared and not _steps_apart(engine)):
+            return None
+        # Functions of other files may return a schedule that steps once per epoch, or waits itself; one that is prepared is torch's.
+        if not is_prepared and not all(map(SCHEDULES.search, names)):
             return None
         steps = [e for e in trace[:index] if e.kind == "opt_step" and last_name(e.optimizer) in prepared.names]
         steps = [e for e in steps if e.loops == event.loops and compatible(e, event)]
         if not any(self._in_each_pass(script, _without_alternatives(trace, event), e) for e in steps):
             return None
+        advance = f"`{event.local.subject}.step()` also runs when `{engine.key}` skips the optimizer step"
+        if engine.library != ACCELERATE:
+            return self.finding(
+                script.where(event.node),
+                f"in 16-mixed, {advance}",
+                instead="compare the scale of the precision plugin before and after the step, and advance only if it did not decrease",
+            )
+        if is_prepared:
+            reason, instead = "step_scheduler_with_optimizer=False", "leave step_scheduler_with_optimizer=False out"
+        else:
+            reason = f"it was not passed to `{engine.key}.prepare`"
+            instead = "prepare the scheduler, which then counts the steps of all processes"
         return self.finding(
             script.where(event.node),
-            f"in fp16, `{event.local.subject}.step()` also runs when `{engine.key}` skips the optimizer step: it was not passed to `{engine.key}.prepare`",
-            instead=f"call it only if not {engine.key}.optimizer_step_was_skipped, or prepare the scheduler, which then counts the steps of all processes",
+            f"in fp16, {advance}: {reason}",
+            instead=f"call it only if not {engine.key}.optimizer_step_was_skipped, or {instead}",
         )
 
     @staticmethod
@@ -198,8 +240,11 @@ class SchedulerIgnoresSkips(TraceRule):
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
         same += [g for g in event.guards if PHASE.match(g.text) or _is_per_step(script, g, event)]
+        same += [g for g in event.guards if g.is_true and _OF_EPOCH.match(g.text)]
         same += [g for g in event.guards if _TESTED_LOSS.fullmatch(g.text)]  # gradients overflow at a finite loss
-        same += [g for g in event.guards if _records_step(script, g, event, step)]
+        same += [g for g in event.guards if _records_step(script, g, event, step) or _is_start(script, g, event)]
+        if tests_norm(script, dataclasses.replace(step, guards=tuple(waits))):
+            waits = [g for g in waits if not _FINITE.search(g.text)]  # the script itself skips the step
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) or _DATA.search(g.text) or _TESTED_LOSS.fullmatch(g.text)
@@ -207,12 +252,17 @@ class SchedulerIgnoresSkips(TraceRule):
         )
 
 
-def _skippable(script: Script, steps: list[tuple[Trace, Event]]) -> list[Event]:
-    """The steps that a scaler may skip: neither in bfloat16 (HS120) or without mixed precision, nor after a test of the gradients."""
+def _skippable(script: Script, steps: list[tuple[Trace, Event]], event: Event | None = None) -> list[Event]:
+    """The steps that a scaler may skip, neither in bfloat16 (HS120) nor without mixed precision.
+
+    A step after a test of the gradients is not skipped, unless a schedule that does not wait for the test is passed.
+    """
     idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
     steps = [(trace, e) for trace, e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]
     others = [e for trace, e in steps if not switched_off(script, e) and not _is_remainder(trace, e)]
-    others = [e for e in others if not never_float16(script, e) and not tests_norm(script, e)]
+    others = [e for e in others if not never_float16(script, e)]
+    is_waiting = event is None or tests_norm(script, event)
+    others = [e for e in others if not (is_waiting and tests_norm(script, e))]
     # An attribute that no method sets skips nothing (HS132); a variable may be one that a fragment does not show.
     missing = {e.local.scaler for e in unbound_scalers(script)} if others else set()
     return [e for e in others if e.local.scaler not in missing or e.local.scaler.isidentifier()]
@@ -228,6 +278,11 @@ def _is_disabled(script: Script, step: Event) -> bool:
         if test is not None and texts and all(isinstance(t, str) and t != constant(test.comparators[0]) for t in texts):
             return True
     return False
+
+
+def _steps_apart(engine: Engine) -> bool:
+    """Whether an Accelerator advances the schedules that it prepares without looking at the optimizers."""
+    return engine.call is not None and constant(argument(engine.call, None, "step_scheduler_with_optimizer")) is False
 
 
 def _asks_engine(script: Script) -> bool:
@@ -279,6 +334,26 @@ def _is_per_step(script: Script, guard: Guard, event: Event) -> bool:
     before = loops[-1].lineno if loops else 0  # what precedes the loops of a function is set once
     is_set = all(isinstance(b.function.node, ast.Module) or getattr(b.node, "lineno", 0) < before for b in bound)
     return guard.is_true and bool(_PER_STEP.match(key)) and is_set
+
+
+def _is_start(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition is that a loop is in its first iterations, `i < warmup and epoch == 0`, in which most steps are skipped."""
+    try:
+        test = ast.parse(guard.text.partition("#")[0], mode="eval").body
+    except SyntaxError:  # `except@12`
+        return False
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    counted = [part for part in parts if _is_below(script, part, event)]
+    others = [text_of(part) for part in parts if part not in counted]
+    are_set = all(_OF_EPOCH.match(text) or is_setting(script, Guard(text, True), event) for text in others)
+    return guard.is_true and bool(counted) and are_set and not _FINITE.search(guard.text)
+
+
+def _is_below(script: Script, test: ast.expr, event: Event) -> bool:
+    """Whether a test is that the number of an iteration is below a limit."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Lt, ast.LtE)):
+        return False
+    return bool(_ITERATION.search(key_of(test.left))) or is_position(script, event, test.left)
 
 
 def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:

@@ -14,7 +14,7 @@ from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
-from halfstep.check.script.objects.engines import scaling_accelerator
+from halfstep.check.script.objects.engines import ACCELERATE, scaling_accelerator, scaling_fabric
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import (
     entry_of,
@@ -25,6 +25,7 @@ from halfstep.check.script.objects.saving import (
     written_out,
 )
 from halfstep.check.script.objects.values import Scaler, constant, text_of
+from halfstep.check.script.scaling.attached_states import ATTACHED, attached_states
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import last_name_of
@@ -162,10 +163,11 @@ class ScalerNotSaved(ScriptRule):
             return
         yield from self._owned(script)
         saved: dict[ast.AST, tuple[Event, str, str]] = {}
-        for event in (*once(script.events("save_optimizer")), *_spread(script, "save")):
+        passed = (*_spread(script, "save"), *attached_states(script, steps))
+        for event in (*once(script.events("save_optimizer")), *passed):
             if _is_of_tpu(script, event) or _is_of_weights(script, event):
                 continue
-            scaler = _stepped_with(script, event, steps)
+            scaler = event.scaler if event.kind == ATTACHED else _stepped_with(script, event, steps)
             is_entry = entry_of(script.outline, event.node) is not None
             if scaler and is_entry and not _has_owner(script, event, scaler, steps):
                 saved.setdefault(_place(script, event), (event, scaler, _purpose(script, event)))
@@ -202,7 +204,7 @@ class ScalerNotSaved(ScriptRule):
         calls, loads = script.outline.calls, script.outline.loads
         if script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
             return
-        owner = scaling_accelerator(script) if script.has("owned_backward") else None
+        owner = scaling_accelerator(script) or scaling_fabric(script) if script.has("owned_backward") else None
         saved = once(script.events("save_optimizer")) if owner is not None else []
         saved = [e for e in saved if entry_of(script.outline, e.node) is not None]
         is_resumed = script.has("load_optimizer")
@@ -212,13 +214,16 @@ class ScalerNotSaved(ScriptRule):
             saved = [e for e in saved if is_certain and not _is_final(e)][:1]
         for event in saved:
             if owner is not None:
-                scaler = f"{owner.key}.scaler"
-                condition = "" if owner.precision == "fp16" else "with mixed_precision='fp16' "
+                is_fabric = owner.library != ACCELERATE
+                scaler = f"{owner.key}.strategy.precision.scaler" if is_fabric else f"{owner.key}.scaler"
+                option = "precision='16-mixed'" if is_fabric else "mixed_precision='fp16'"
+                condition = "" if owner.precision == "fp16" else f"with {option} "
+                whole = f"{owner.key}.save_state(...) and load_state(...), or save"
                 yield self.finding(
                     script.where(_place(script, event)),
                     f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}"
                     f"{'a resumed run' if is_resumed else 'a run that resumes from it'} restarts at the initial scale",
-                    instead=f"{owner.key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
+                    instead=f"{'save' if is_fabric else whole} {scaler}.state_dict() if it is not None",
                     severity="warning" if is_resumed else "advice",
                 )
 
@@ -263,7 +268,11 @@ def _place(script: Script, event: Event) -> ast.AST:
 
 def _purpose(script: Script, event: Event) -> str:
     """What a checkpoint with an optimizer is for: resumed in this file, final, the best so far, or unknown."""
-    if script.has("load_optimizer") or any(True for _ in _spread(script, "load", "restore", "resume")):
+    if (
+        script.has("load_optimizer")
+        or "load_objects" in script.outline.calls
+        or any(True for _ in _spread(script, "load", "restore", "resume"))
+    ):
         return "resumed"
     if _is_final(event):
         return "final"
@@ -273,7 +282,7 @@ def _purpose(script: Script, event: Event) -> str:
 
 def _is_final(event: Event) -> bool:
     """Whether an optimizer is saved once, after the training."""
-    return not event.loops and not saves(event.function.name)
+    return not event.loops and not saves(event.function.name) and event.kind != ATTACHED
 
 
 def _spread(script: Script, *verbs: str) -> Iterator[Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
@@ -23,10 +24,10 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over, contexts_before, length_of
-from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
+from halfstep.check.script.scaling.trainer_clips import micro_batches_of, trainer_clips
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -269,6 +270,11 @@ class ClipEveryMicroBatch(TraceRule):
     words = ("Accelerator",)
     kinds = ("clip", "owned_clip")
 
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Every clip of the traces, and those of Trainers."""
+        yield from super().check(script)
+        yield from self._in_trainer(script)
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A clip inside accumulate() that is not limited to the end of the window."""
         event = trace[index]
@@ -277,7 +283,7 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         owner = loop_class(script, event.function.cls) if event.function.cls else None
         if owner is not None and owner.base == "trainer":
-            return self._in_trainer(script, event)
+            return None  # `_in_trainer`, without traces
         # torch's own function is wrong there too: the Accelerator is then the one of the context.
         regions = [r.node.func for r in event.regions if isinstance(r.node, ast.Call)]
         contexts = [f.value for f in regions if isinstance(f, ast.Attribute) and f.attr == "accumulate"]
@@ -320,21 +326,18 @@ class ClipEveryMicroBatch(TraceRule):
             severity=severity,
         )
 
-    def _in_trainer(self, script: Script, event: Event) -> Finding | None:
-        """The finding for a clip in `training_step` of a transformers Trainer, which runs once per micro-batch."""
-        settings = [text for text, _ in event.guards if _WINDOW_END.search(text)]
-        if event.function.name != "training_step" or settings or event.accumulating:
-            return None
-        sites = [s for name, calls in script.outline.calls.items() if name.endswith("TrainingArguments") for s in calls]
-        steps = [argument(site.call, None, "gradient_accumulation_steps") for site in sites]
-        numbers = [_default(script, node) for node in steps if node is not None]
-        if not steps or len(numbers) != len(steps) or not all(isinstance(n, int) and n > 1 for n in numbers):
-            return None
-        return self.finding(
-            script.where(event.node),
-            f"`training_step` runs once per micro-batch, {numbers[0]} times per step, so incomplete sums of the gradients are clipped",
-            instead="set max_grad_norm of the TrainingArguments: the Trainer clips once per step, after it has unscaled",
-        )
+    def _in_trainer(self, script: Script) -> Iterator[Finding]:
+        """The clips in `training_step` of a transformers Trainer, which runs once per micro-batch."""
+        number, setting = micro_batches_of(script) if "training_step" in script.source.text else (1, "")
+        for call in dict.fromkeys(trainer_clips(script)) if number != 1 else ():
+            condition = "" if number else f"if `{setting}` is above 1, "
+            times = f", {number} times per step" if number else ""
+            yield self.finding(
+                script.where(call),
+                f"{condition}`training_step` runs once per micro-batch{times}, so incomplete sums of the gradients are clipped",
+                instead="set max_grad_norm of the TrainingArguments: the Trainer clips once per step, after it has unscaled",
+                severity="advice" if condition else None,
+            )
 
     def _in_window(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a clip that runs as often as the backward, while the step waits for the end of a window."""
@@ -376,14 +379,6 @@ def _is_micro_batch(script: Script, trace: Trace, index: int, step: Event) -> bo
     is_here = back is not None and "backward" in trace[back].kind and trace[back].function is event.function
     is_open = is_here and back is not None and trace[back].guards == event.guards
     return is_open and step.function is event.function and any(length_of(script, g) for g in step.accumulating)
-
-
-def _default(script: Script, node: ast.expr) -> object:
-    """The number that an expression is, or that is the default of the option which it reads."""
-    if not isinstance(node, ast.Attribute):
-        return constant(node)
-    declared = [call for call, _, name in Options(script).declared if name == node.attr]
-    return constant(argument(declared[0], None, "default")) if len(declared) == 1 else ...
 
 
 RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipOnlyWithAmp, ClipEveryMicroBatch)

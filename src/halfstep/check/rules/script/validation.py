@@ -12,9 +12,24 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, in_training_step, is_amp, loops_around, without_amp
-from halfstep.check.script.flow.phases import is_drawn, is_preview, needs_no_region, only_in_training, without_reason
+from halfstep.check.script.flow.phases import (
+    is_diagnostic,
+    is_drawn,
+    is_preview,
+    is_validation,
+    needs_no_region,
+    only_in_training,
+    partial_regions,
+    reads_data,
+    without_reason,
+)
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.validations import hands_out, named_validations, old_probabilities
+from halfstep.check.script.flow.validations import (
+    hands_out,
+    has_region,
+    named_validations,
+    old_probabilities,
+)
 from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.modules import created_classes, regions_in_forward
 from halfstep.check.script.objects.values import autocasts_of, text_of
@@ -32,7 +47,6 @@ _HARMLESS = regex(
     r"catch_warnings|sdpa?_kernel|join\(",
     re.IGNORECASE,
 )
-_VALIDATION = regex(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _TRAIN = """\
 import torch
@@ -58,7 +72,6 @@ _LOSS = regex(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = regex(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = regex(r"accelerator|fabric|trainer", re.IGNORECASE)
 _METHODS = regex(r"^(generate|predict|encode)")
-_LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = regex(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Exports and images are no validation.
 _ASIDE = regex(
@@ -118,8 +131,11 @@ class EvaluationWithoutAutocast(ScriptRule):
             message = "validation runs in float32 (`ValLoop` has fp16=False by default), but training under autocast"
             yield self.finding(script.where(loop), message, instead="val_cfg = dict(type='ValLoop', fp16=True)")
         in_traces = list(self._in_traces(script))
-        if in_traces or script.outline.names.uses("pytest", "unittest") or not script.autocasts:
+        if in_traces or script.outline.names.uses("pytest", "unittest") or not has_region(script):
             yield from in_traces
+            return
+        for place, flag, name in partial_regions(script):
+            yield self._report_phase(script, place, flag, name)
             return
         for call, name in named_validations(script):
             yield self._report(script, call, name)
@@ -130,9 +146,14 @@ class EvaluationWithoutAutocast(ScriptRule):
         message = f"`{name}` runs in float32 here, but under autocast in training{effect}"
         return self.finding(script.where(node), message, instead='with torch.no_grad(), torch.autocast("cuda", ...):')
 
+    def _report_phase(self, script: Script, place: ast.AST, flag: str, name: str) -> Finding:
+        message = f"autocast is on only in training (`{flag}`): {name} is in float32 in validation"
+        advice = "leave the phase out of the condition: validation needs autocast, but not the scaler"
+        return self.finding(script.where(place), message, instead=advice)
+
     def _in_traces(self, script: Script) -> Iterator[Finding]:
         forwards = [e for e in script.events("forward") if not _LOSS.search(e.local.subject)]
-        forwards = [e for e in forwards if not _generates(e) or _is_validation(script, e)]
+        forwards = [e for e in forwards if not _generates(e) or is_validation(script, e)]
         without = [e for e in forwards if _without_gradients(e) or _evaluates(script, e)]
         evaluated = set(without)
         trained = [e for e in forwards if e not in evaluated and _has_region(script, e)]
@@ -143,16 +164,12 @@ class EvaluationWithoutAutocast(ScriptRule):
         for event in trained:
             place, flag = only_in_training(script, event)
             if place is not None and not _ASIDE.search(event.function.name):
-                yield self.finding(
-                    script.where(place),
-                    f"autocast is on only in training (`{flag}`): `{event.local.subject}` runs in float32 in validation",
-                    instead="leave the phase out of the condition: validation needs autocast, but not the scaler",
-                )
+                yield self._report_phase(script, place, flag, f"`{event.local.subject}`")
                 return
         nodes = {e.node for e in trained}
         shared = {guard for e in trained for guard in e.guards}  # conditions under which training has autocast
         for event in (e for e in without[:MAX_FORWARDS] if not in_training_step(script, e)):
-            is_off = without_reason(script, event, validated) and _is_validation(script, event)
+            is_off = without_reason(script, event, validated) and is_validation(script, event)
             if event.inside("owned") or (event.inside("autocast") and not is_off):
                 continue  # also in a region that is switched off for a part of a model, or with a reason
             other = dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in shared))
@@ -166,6 +183,7 @@ class EvaluationWithoutAutocast(ScriptRule):
                 or needs_no_region(script, event)
                 or _is_unused(script, event, trained)
                 or is_preview(script, event, validated)
+                or is_diagnostic(event, trained, validated)
                 or _is_called_from_outside(script, event, trained)
             ):
                 continue
@@ -257,25 +275,6 @@ def _unknown_regions(event: Event, trained: Event) -> bool:
     return any(not _HARMLESS.search(text) for text in contexts if text not in shared)
 
 
-def _is_validation(script: Script, event: Event) -> bool:
-    """Whether the function around a forward, or the loop around it, is named for validation."""
-    loops = loops_around(script, event)
-    data = getattr(loops[-1], "iter", None) if loops else None
-    values = script.outline.values(key_of(data), event.function) if data is not None and key_of(data) else []
-    if any(isinstance(value, (ast.List, ast.Tuple)) and value.elts for value in (*values, data)):
-        return False  # a few prompts of the script itself
-    return bool(loops) and bool(_VALIDATION.search(event.function.name) or _VALIDATION.search(text_of(data)))
-
-
-def _reads_data(script: Script, event: Event) -> bool:
-    """Whether the loop around a forward, in its own function, goes through a data loader and trains nothing."""
-    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
-    if loop is None or not _LOADER.search(text_of(loop.iter)):
-        return False
-    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
-    return not any(isinstance(func, ast.Attribute) and func.attr in {"backward", "step"} for func in calls)
-
-
 def _is_same(script: Script, a: Event, b: Event) -> bool:
     """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
     if _OTHER_MODEL.search(a.subject) and a.subject.rsplit(".", 1)[-1] != b.subject.rsplit(".", 1)[-1]:
@@ -284,7 +283,7 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     plain = [any("model" in name or name in {"net", "network"} for name in each) for each in names]
     if not (names[0] & names[1] or all(plain)):
         return False  # a generator and its discriminator
-    if not plain[0] and not _is_validation(script, a) and not _reads_data(script, a):
+    if not plain[0] and not is_validation(script, a) and not reads_data(script, a):
         return False  # samples of a generator are not validation
     if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
         return not (_is_created_in_class(script, a) and _is_apart_from(script, b, a.function.cls))
@@ -322,7 +321,7 @@ def _function_of(script: Script, node: ast.AST) -> Function:
 def _samples(script: Script, event: Event, function: Function) -> bool:
     """Whether a forward is for samples: in a function named for them, or in a helper that one calls."""
     callers = [_function_of(script, root).name for root in event.roots]
-    own = bool(_SAMPLES.search(function.name)) and not _is_validation(script, event)
+    own = bool(_SAMPLES.search(function.name)) and not is_validation(script, event)
     loops = loops_around(script, event)
     draws = {n.attr for n in ast.walk(loops[-1]) if isinstance(n, ast.Attribute)} if loops else set()
     return own or "multinomial" in draws or any(map(_SAMPLES.search, callers))

@@ -11,7 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.flow.order import loops_around
-from halfstep.check.script.flow.validations import is_loaded_low
+from halfstep.check.script.flow.validations import is_loaded_low, trains_in_region
 from halfstep.check.script.objects.engines import lightning_methods
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of
@@ -19,14 +19,21 @@ from halfstep.check.script.objects.values import Autocast, argument, constant, t
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["hooked_schedules", "is_drawn", "is_preview", "needs_no_region", "only_in_training", "without_reason"]
+__all__ = [
+    "hooked_schedules", "is_diagnostic", "is_drawn", "is_preview", "is_validation", "needs_no_region", "only_in_training", "partial_regions", "reads_data",
+    "without_reason",
+]  # fmt: skip
 
 # A flag that is true only in training: `train`, `self.is_training`, `phase == 'train'`, `not is_eval`.
 _TRAINS = regex(
     r"([\w.]+\.)?(is_)?train(ing)?(_mode)?|[\w.]+ == '[Tt]rain(ing)?'|not ([\w.]+\.)?(is_)?(val|valid|validation|eval|test)(_mode)?"
 )
 
+_VALIDATION = regex(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
+_LOADER = regex(r"loader|_dl\b|iterator", re.IGNORECASE)
+_PARAMETER = regex(r"\(?(?:bool\()?(\w+)\)?(?: is not None)?\)?")  # `scaler is not None`, `use_amp`
 _START_HOOKS = {"on_train_epoch_start", "on_train_batch_start"}
 _COUNTED = regex(r"epoch|step|batch|iter|sanity", re.IGNORECASE)
 _PREDICTS = regex(r"^_*(generate|predict|infer|sample|encode)")
@@ -61,6 +68,9 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
         for flag in (part.strip("()") for text in flags for part in text.split(" and ")):
             if _TRAINS.fullmatch(flag) and not any(g.text == flag for g in event.guards):
                 return autocast.node, flag
+        place, flag = _off_for_argument(script, autocast, event.function)
+        if place is not None:
+            return place, flag
         place, flag = _off_in_validation(script, autocast, event)
         if place is not None:
             return place, flag
@@ -69,6 +79,36 @@ def only_in_training(script: Script, event: Event) -> tuple[ast.AST | None, str]
             if place is not None:
                 return place, flag
     return _entered_in_training(script, event)
+
+
+def partial_regions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
+    """Where a function that trains in a region is called for validation without it, the flag, and what is in float32 there, in words."""
+    for autocast in script.autocasts:
+        functions = {f.node: f for f in script.outline.functions}
+        function = next((functions[n] for n in script.above(autocast.node) if n in functions), None)
+        if function is not None and trains_in_region(function):
+            place, flag = _off_for_argument(script, autocast, function)
+            if place is not None:
+                yield place, flag, f"what `{function.name}` computes"
+
+
+def _off_for_argument(script: Script, autocast: Autocast, function: Function) -> tuple[ast.AST | None, str]:
+    """The call for validation that leaves out what enables a region, `run_epoch(val_loader, scaler=None)`, and the flag."""
+    outline = script.outline
+    flag = _PARAMETER.fullmatch(autocast.enabled)
+    if flag is None or flag[1] not in function.params or outline.by_function(flag[1]).get(function.node):
+        return None, ""
+    calls = [c for c, f in outline.calls.get(function.name, ()) if outline.call_target(c, f) is function]
+    position = function.params.index(flag[1]) - bool(function.method and function.params[:1] == ("self",))
+    is_open = any(k.arg is None for c in calls for k in c.keywords) or any(
+        isinstance(a, ast.Starred) for c in calls for a in c.args
+    )
+    if is_open:
+        return None, ""
+    values = {call: argument(call, position, flag[1]) or default_of(function, flag[1]) for call in calls}
+    off = [c for c, value in values.items() if isinstance(value, ast.Constant) and value.value in {None, False}]
+    validates = [c for c in off if any(_VALIDATION.search(key_of(value)) for value in arguments_of(c))]
+    return (validates[0], autocast.enabled) if validates and len(off) < len(calls) else (None, "")
 
 
 def _off_in_validation(script: Script, autocast: Autocast, event: Event) -> tuple[ast.AST | None, str]:
@@ -181,6 +221,36 @@ def _cell_around(script: Script, event: Event) -> list[ast.AST]:
         return [top[-1]]
     cell = script.source.cell_line(top[-1].lineno).cell
     return [n for n in event.function.node.body if script.source.cell_line(n.lineno).cell == cell]
+
+
+def is_validation(script: Script, event: Event) -> bool:
+    """Whether the function around a forward, or the loop around it, is named for validation."""
+    loops = loops_around(script, event)
+    data = getattr(loops[-1], "iter", None) if loops else None
+    values = script.outline.values(key_of(data), event.function) if data is not None and key_of(data) else []
+    if any(isinstance(value, (ast.List, ast.Tuple)) and value.elts for value in (*values, data)):
+        return False  # a few prompts of the script itself
+    if not loops:
+        # An engine, `Engine(evaluate_step)`, has the loop.
+        sites = script.outline.calls.get("Engine", ())
+        is_run = any(key_of(value) == event.function.name for call, _ in sites for value in arguments_of(call))
+        return is_run and bool(_VALIDATION.search(event.function.name))
+    return bool(_VALIDATION.search(event.function.name) or _VALIDATION.search(text_of(data)))
+
+
+def reads_data(script: Script, event: Event) -> bool:
+    """Whether the loop around a forward, in its own function, goes through a data loader and trains nothing."""
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
+    if loop is None or not _LOADER.search(text_of(loop.iter)):
+        return False
+    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    return not any(isinstance(func, ast.Attribute) and func.attr in {"backward", "step"} for func in calls)
+
+
+def is_diagnostic(event: Event, trained: list[Event], validated: list[Event]) -> bool:
+    """Whether a forward is of one batch per epoch, in the loop that trains, where what measures the model is under autocast."""
+    around = {loop for e in trained for loop in e.loops[:-1]}
+    return bool(event.loops) and around.issuperset(event.loops) and any(e.loops != event.loops for e in validated)
 
 
 def is_preview(script: Script, event: Event, validated: list[Event]) -> bool:

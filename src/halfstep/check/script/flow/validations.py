@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import arguments_of
@@ -19,7 +19,7 @@ from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["hands_out", "is_loaded_low", "named_validations", "old_probabilities"]
+__all__ = ["hands_out", "has_region", "is_loaded_low", "named_validations", "old_probabilities", "trains_in_region"]
 
 _VALIDATES = regex(r"(^|_)(valid|validat\w+|val|eval|evaluat\w+|test)(_|$|\d)", re.IGNORECASE)
 _ASIDE = regex(
@@ -43,7 +43,20 @@ _COMPUTES = regex(
     r"^_*(forward|encod|decod|reconstruct|comput|loss|predict|score|extract|embed|denois|transform|backbone|head|training_)"
 )
 _LOADER = regex(r"loader|dataset|_dl\b")
+_LIBRARIES = {"torch", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "diffusers"}
 _LOSSES = regex(r"(loss|losses|step|forward|batch)$")
+
+
+def has_region(script: Script) -> bool:
+    """Whether a script opens a region of its own, or one that a function of another module of the project returns by its name."""
+    if script.autocasts:
+        return True
+    if "autocast" not in script.source.text:
+        return False
+    contexts = (item.context_expr for n in ast.walk(script.tree) if isinstance(n, ast.With) for item in n.items)
+    called = {key_of(context.func) for context in contexts if isinstance(context, ast.Call)}
+    imported = {name for name in called if "autocast" in name and name in script.outline.names.table}
+    return any(script.outline.names.table[name].partition(".")[0] not in _LIBRARIES for name in imported)
 
 
 def named_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
@@ -58,7 +71,7 @@ def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
     Calls of the model itself are in traces, except those of a part, `model.vision_model(x)`, that training runs by its own name.
     """
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    owners = {f.cls for f in functions if _trains_in_region(f)}
+    owners = {f.cls for f in functions if trains_in_region(f)}
     forwards = list(script.events("forward")) if owners else []
     traced = {event.node for event in forwards}
     trained = {last_name(event.local.subject) for event in forwards if event.autocast() is not None}
@@ -69,10 +82,24 @@ def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
         if model is None or not _NO_GRADIENTS.search(ast.unparse(function.node)):
             continue
         call, name = model
-        if key_of(call.func) == name and (call in traced or "." not in name or last_name(name) not in trained):
+        is_seen = script.autocasts and key_of(call.func) == name  # traces know of the regions of this file
+        if is_seen and (call in traced or not _is_part(name, trained)):
             continue
+        if not _MODEL.search(name) and name not in _in_regions(script):
+            continue  # something else that has an `eval`
         if not _may_be_in_region(script, function, functions) and not is_loaded_low(script, call, name, function):
             yield model
+
+
+def _is_part(name: str, trained: set[str]) -> bool:
+    """Whether a name is of a part of a model, which training runs by its own name."""
+    return "." in name and last_name(name) in trained
+
+
+def _in_regions(script: Script) -> set[str]:
+    """The variables that functions which train use in their regions, as models or what they are passed to."""
+    calls = [c for f in script.outline.functions if trains_in_region(f) for c in _calls_in_region(f)]
+    return {key_of(part) for call in calls for part in (call.func, *arguments_of(call))} - {""}
 
 
 def is_loaded_low(script: Script, call: ast.Call, model: str, function: Function) -> bool:
@@ -90,7 +117,7 @@ def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
     """
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     trained: dict[str, str] = {}
-    for function in filter(_trains_in_region, (*functions, script.outline.module)):
+    for function in filter(trains_in_region, (*functions, script.outline.module)):
         trained |= {key_of(call.func): function.cls for call in _calls_in_region(function) if _gets_model(call)}
     for function in functions if trained else ():
         if not _VALIDATES.search(function.name) or _ASIDE.search(function.name):
@@ -145,7 +172,7 @@ def _twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
     """The first call outside any region of a method whose twin training calls in one: `get_eval_loss(batch)` for `get_train_loss(batch)`."""
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     twins: dict[str, str] = {}
-    for trained in filter(_trains_in_region, functions):
+    for trained in filter(trains_in_region, functions):
         for key in (key_of(call.func) for call in _calls_in_region(trained)):
             owner, dot, name = key.rpartition(".")
             if owner and _TRAINS.search(name):
@@ -163,7 +190,7 @@ def _twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
 def old_probabilities(script: Script) -> Iterator[tuple[ast.Call, str]]:
     """The first forward outside any region that gives the log-probabilities which those of an update under autocast are compared with."""
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    if not _RATIO.search(script.source.text) or not any(map(_trains_in_region, (*functions, script.outline.module))):
+    if not _RATIO.search(script.source.text) or not any(map(trains_in_region, (*functions, script.outline.module))):
         return
     for function in functions:
         if not _PROBABILITIES.search(ast.unparse(function.node)) or _ASIDE_OF_UPDATES.search(function.name):
@@ -186,7 +213,7 @@ def _contexts_around(script: Script, node: ast.AST) -> Iterator[ast.expr]:
             yield from parent.decorator_list
 
 
-def _trains_in_region(function: Function) -> bool:
+def trains_in_region(function: Function) -> bool:
     """Whether a function calls backward, and opens what its text calls autocast."""
     inside = nodes_in(function.node)
     contexts = [item.context_expr for n in inside if isinstance(n, ast.With) for item in n.items]
@@ -196,20 +223,56 @@ def _trains_in_region(function: Function) -> bool:
 
 
 def _forwards(script: Script, function: Function) -> Iterator[tuple[ast.Call, str]]:
-    """The calls of models in a function, in its order, with the names of the models."""
+    """The calls of models in a function, in its order, with the names of the models.
+
+    A model is named like one, or switched to evaluation. A loop may also run it in another method of the object, by a variable too:
+    `score = self._score_all if full else self._score_some`.
+    """
     calls = sorted(
         (n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: (c.lineno, c.col_offset)
     )
     defined = {f.name for f in script.outline.functions}
+    evaluated = {owner for call in calls if (owner := _owner_of(call, "eval"))}
+    methods = script.outline.classes.get(function.cls, {}) if function.cls and evaluated else {}
     for call in calls:
         key = key_of(call.func)
         owner = key.rpartition(".")[0]
+        helpers = _helpers(script, call, function, methods)
+        is_plain = not any(_PRECISION.search(ast.unparse(h.node)) for h in helpers)
+        if is_plain and any(_runs(n, evaluated) for h in helpers for n in ast.walk(h.node)):
+            yield call, min(evaluated)
+            continue
         if last_name(key) in defined or _MAKES.search(key) or _is_made_here(function, key.partition(".")[0]):
             continue
-        if _MODEL.search(key):
+        if _MODEL.search(key) or key in evaluated:
             yield call, key
         elif _MODEL.search(owner) and _COMPUTES.search(last_name(key)):
             yield call, owner
+
+
+def _owner_of(call: ast.Call, method: str) -> str:
+    """The object whose method a call without arguments is: `model` of `model.eval()`."""
+    func = call.func
+    is_call = isinstance(func, ast.Attribute) and func.attr == method and not call.args
+    return key_of(func.value) if is_call and isinstance(func, ast.Attribute) else ""
+
+
+def _helpers(script: Script, call: ast.Call, function: Function, methods: Mapping[str, Function]) -> list[Function]:
+    """The other methods of the object that a call in a loop over data runs, itself or by a variable that is one of them."""
+    loops = [n for n in script.above(call) if isinstance(n, (ast.For, ast.AsyncFor))]
+    if not methods or not loops:
+        return []
+    key = key_of(call.func)
+    values = script.outline.values(key, function) if key.isidentifier() else []
+    names = {key_of(value).removeprefix("self.") for value in values} if values else {key.removeprefix("self.")}
+    helpers = [methods[name] for name in names if name in methods and methods[name] is not function]
+    return helpers if len(helpers) == len(names) else []
+
+
+def _runs(node: ast.AST, models: set[str]) -> bool:
+    """Whether a node is the call of one of these models, or of a method of one that computes."""
+    key = key_of(node.func) if isinstance(node, ast.Call) else ""
+    return key in models or (key.rpartition(".")[0] in models and bool(_COMPUTES.search(last_name(key))))
 
 
 def _is_made_here(function: Function, name: str) -> bool:
@@ -230,9 +293,11 @@ def _may_be_in_region(script: Script, function: Function, functions: list[Functi
         body = [*getattr(node, "body", ()), *getattr(node, "decorator_list", ())]
         if any(_PRECISION.search(ast.unparse(part)) for part in body):
             return True
-        keys = [key_of(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
-        # `self.model.train()` is no call of the trainer's `train`.
-        called = {last_name(key) for key in keys if not _MODEL.search(key.rpartition(".")[0])} - reached
+        calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+        # `self.model.train()` is no call of the trainer's `train`; neither is `G.train()` next to `G.eval()`.
+        evaluated = {_owner_of(call, "eval") for call in calls} - {""}
+        owners = {key: key.rpartition(".")[0] for key in (key_of(call.func) for call in calls)}
+        called = {last_name(k) for k, o in owners.items() if not _MODEL.search(o) and o not in evaluated} - reached
         reached |= called
         waiting += [f for f in functions if f.name in called]
     return _is_called_in_region(script, function)

@@ -28,7 +28,7 @@ from halfstep.check.script.syntax.returned import returned_to
 
 __all__ = [
     "ACCELERATE", "ACCELERATORS", "FABRIC", "Engine", "LoopClass", "callback_precision", "engine_at", "engines_of", "has_alternative", "leaves_loss",
-    "lightning_methods", "loop_class", "scaling_accelerator", "scaling_hooks", "trains_in_fp16",
+    "lightning_methods", "loop_class", "scaling_accelerator", "scaling_fabric", "scaling_hooks", "trains_in_fp16",
 ]  # fmt: skip
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
@@ -44,6 +44,7 @@ _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
+_ASKS_FP16 = regex(r"mixed_precision (==|in) [\[({]?['\"]fp16['\"]")
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
 _WITHOUT = regex(
     r"accelerat(?!or\.(is_|sync_|unwrap_|num_|process|optimizer_|scaler|device))|fabric(?!\.(is_|global_|world_))|deepspeed|engine",
@@ -144,8 +145,18 @@ def scaling_accelerator(script: Script) -> Engine | None:
     options = [argument(call, None, "mixed_precision") for call in calls]
     is_open = any(option is not None and not isinstance(option, ast.Constant) for option in options)
     is_open = is_open or "optimizer_step_was_skipped" in script.outline.loads  # only a scaler skips a step
+    is_open = is_open or bool(_ASKS_FP16.search(script.source.text))  # the launcher may set it
     strings = script.outline.strings
     return engines[0] if is_open and ("fp16" in strings or "bf16" not in strings) else None
+
+
+def scaling_fabric(script: Script) -> Engine | None:
+    """A Fabric that scales the loss: in 16-mixed, or in a precision that an option of the script may set to it."""
+    engines = [e for e in engines_of(script) if e.library == FABRIC and e.is_created and not e.plugin]
+    if not engines or any(e.precision not in {"fp16", "?"} for e in engines):
+        return None
+    is_chosen = all(e.precision == "fp16" for e in engines) or "16-mixed" in script.outline.strings
+    return engines[0] if is_chosen else None
 
 
 def leaves_loss(script: Script, event: Event) -> bool:

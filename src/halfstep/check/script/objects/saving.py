@@ -306,6 +306,10 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
             parts = [*node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node.func, ast.Attribute) and node.func.attr in {"items", "values"}:
             parts = [node.func.value]
+        elif not node.args and not node.keywords and (target := outline.call_target(node, function)) is not None:
+            # `self._active_scaler()`, a method that returns an attribute, or None
+            parts = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+            parts = [part for part in parts if isinstance(part, (ast.IfExp, ast.BoolOp, ast.Attribute, ast.Tuple))]
     elif key := key_of(node):
         yield key
         yield from _collected(outline, key, function)

@@ -36,7 +36,8 @@ def reads_scale(script: Script) -> bool:
     if "_scale" in script.outline.loads:
         calls += [n for n in ast.walk(script.tree) if isinstance(n, ast.Attribute) and n.attr == "_scale"]
     alone = [c for c in calls if not any(isinstance(n, ast.Compare) for n in script.above(c))]
-    if any(not isinstance(script.statement(call), (ast.Assign, ast.Expr)) for call in alone):
+    # `norm /= scaler.get_scale()` unscales a number.
+    if any(not isinstance(script.statement(call), (ast.Assign, ast.AugAssign, ast.Expr)) for call in alone):
         return True
     assigned = [s for call in calls if isinstance(s := script.statement(call), ast.Assign)]
     keys = {key_of(target) for s in assigned for target in s.targets}

@@ -37,6 +37,8 @@ _COUNTS = {"range", "trange", "count"}
 _BARS = {"tqdm", "track", "trange", "progress_bar"}
 _LOADER_LENGTH = regex(r"len\(|(per|in)_(an_)?epoch|num_(train_)?batches|n_?iters?$")
 _SEARCHES = regex(r"find|range_test|sweep")  # tests that raise the rate until the loss diverges
+# A counter that waits for finite gradients, as the step does, counts steps; for a finite loss it does not.
+_FINITE = regex(r"^(?!.*loss).*(finite|nan|isinf|overflow)", re.IGNORECASE)
 MAX_DEPTH = 5  # variables between a counter and the rate
 
 
@@ -91,13 +93,15 @@ def _positions(script: Script, loop: AnyLoop, function: Function) -> Iterator[st
 def _incremented(script: Script, loop: AnyLoop, step: Event) -> Iterator[str]:
     """The variables to which a loop adds 1 in each iteration, or at each end of a window: not only where something shows an applied step."""
     outer = {g.text for g in conditions_of(script.outline, loop)}
+    # Also `if train:`, which is no condition of a call that passes True.
+    around = {g for g in (*step.guards, *conditions_of(script.outline, step.node)) if not _FINITE.search(g.text)}
     for node in ast.walk(loop):
         counter = _raised_by_one(node)
         if not counter:
             continue
         inner = next((n for n in script.above(node) if isinstance(n, (ast.For, ast.AsyncFor, ast.While))), None)
         guards = [g for g in conditions_of(script.outline, node) if g.text not in outer]
-        if inner is loop and all(g in step.guards or is_accumulation(g) for g in guards):
+        if inner is loop and all(g in around or is_accumulation(g) for g in guards):
             yield counter
 
 
@@ -119,8 +123,9 @@ def _settings(
 
     Also where a function that the loop calls, `train_step(batch, step)`, sets them from what it is passed.
     """
+    groups = _groups(part)
     for node in ast.walk(part):
-        if isinstance(node, ast.Assign) and _is_rate(script, node):
+        if isinstance(node, ast.Assign) and _is_rate(node, groups):
             yield node, [node.value]
         elif not isinstance(node, ast.Call) or not (node.args or node.keywords):
             continue
@@ -130,7 +135,8 @@ def _settings(
             target = script.outline.call_target(node, function)
             if target is None or target is function or _SEARCHES.search(target.name):
                 continue
-            if any(isinstance(n, ast.Assign) and _is_rate(script, n) for n in ast.walk(target.node)):
+            own = _groups(target.node)
+            if any(isinstance(n, ast.Assign) and _is_rate(n, own) for n in ast.walk(target.node)):
                 yield node, arguments_of(node)
             elif depth:
                 for inner, values in _settings(script, target.node, target, depth - 1):
@@ -161,15 +167,18 @@ def _passed(call: ast.Call, target: Function) -> Iterator[tuple[str, ast.expr]]:
     yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
 
 
-def _is_rate(script: Script, assign: ast.Assign) -> bool:
+def _groups(part: ast.AST) -> set[str]:
+    """The variables of the loops over parameter groups in a part of the text, also of a function that the outline does not walk."""
+    loops = (n for n in ast.walk(part) if isinstance(n, ast.For) and _GROUPS.search(text_of(n.iter)))
+    return {name for loop in loops for name in targets_of(loop)}
+
+
+def _is_rate(assign: ast.Assign, groups: set[str]) -> bool:
     """Whether an assignment is to the learning rate of a parameter group."""
     target = assign.targets[0]
     if not isinstance(target, ast.Subscript) or constant(target.slice) != "lr":
         return False
-    if _GROUPS.search(text_of(target.value)):
-        return True
-    loops = (n for n in script.above(assign) if isinstance(n, ast.For))
-    return any(key_of(target.value) in targets_of(n) and _GROUPS.search(text_of(n.iter)) for n in loops)
+    return bool(_GROUPS.search(text_of(target.value))) or key_of(target.value) in groups
 
 
 def _follows(value: ast.expr, counter: str, loop: AnyLoop) -> bool:
