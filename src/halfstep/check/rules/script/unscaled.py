@@ -39,6 +39,7 @@ from halfstep.check.script.pairing.scaler_condition import (
     is_entered_without,
     is_other_switch,
     omitted_float16,
+    omitted_in_runs,
 )
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -213,7 +214,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         case = omitted_float16(script, scalers, opened) or omitted_by_record(script, scalers, opened)
         case = case or omitted_on_mps(script, trace, index, scalers, opened)
-        if case is None:
+        if (case := omitted_in_runs(script, scalers, opened, case)) is None:
             return None
         return self.finding(
             script.where(case.node),

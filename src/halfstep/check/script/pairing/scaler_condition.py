@@ -25,6 +25,7 @@ from halfstep.check.script.pairing.other_values import (
     float16_otherwise,
     float16_without_cuda,
 )
+from halfstep.check.script.pairing.runs import runs_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -36,6 +37,7 @@ __all__ = [
     "is_entered_without",
     "is_other_switch",
     "omitted_float16",
+    "omitted_in_runs",
     "spares_half_weights",
 ]
 
@@ -66,6 +68,17 @@ def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) ->
         when = f"on the CPU the scaler is disabled (`{text_of(test)}`) and the region computes in float16, so"
         return Omission(scaler.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
     return omission
+
+
+def omitted_in_runs(script: Script, scalers: Sequence[Scaler], opened: Event, case: Omission | None) -> Omission | None:
+    """The case that forms of text have shown, unless no run has it; otherwise the one that the settings of some run make."""
+    runs = runs_of(script, opened.regions[-1].autocasts, scalers[0], opened) if len(scalers) == 1 else None
+    if runs is None or runs.never("float16", is_scaled=False):
+        return case if runs is None else None
+    run = runs.where("float16", is_scaled=False) if case is None else None
+    if run is None:
+        return case
+    return Omission(scalers[0].node, f"{run.case} the scaler is disabled, and", "enable both by the same settings")
 
 
 def spares_half_weights(script: Script, step: Event, scalers: Sequence[Scaler]) -> bool:
