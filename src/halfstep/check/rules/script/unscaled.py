@@ -208,13 +208,13 @@ class Fp16WithoutScaler(TraceRule):
         """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
         event = trace[index]
         scalers = scalers_at(script, event)
-        is_conditional = bool(scalers) or works_on_cuda_only(script, event, scalers)
-        opened = region_of_loss(script, trace, index) if is_conditional else None
-        if opened is None:
+        is_open = scalers or works_on_cuda_only(script, event, scalers)
+        if not is_open or (opened := region_of_loss(script, trace, index)) is None:
             return None
         case = omitted_float16(script, scalers, opened) or omitted_by_record(script, scalers, opened)
         case = case or omitted_on_mps(script, trace, index, scalers, opened)
-        if (case := omitted_in_runs(script, scalers, opened, case)) is None:
+        case = case or omitted_in_runs(script, event, scalers, opened)
+        if case is None:
             return None
         return self.finding(
             script.where(case.node),

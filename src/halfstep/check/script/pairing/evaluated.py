@@ -130,10 +130,9 @@ class Reader:
 
     def _test(self, node: ast.expr) -> object:
         """The outcome of a test that the file does not decide."""
-        text = text_of(node)
-        if "scaler" in text.lower():
+        if "scaler" in text_of(node).lower():
             raise Unreadable
-        return self.leaf("test", text)
+        return self.leaf("test", text_of(node))
 
     def on_device(self) -> object:
         """The kind of device."""
@@ -193,9 +192,9 @@ class Reader:
                     return self._entry(table, first, function, node.args[1] if len(node.args) > 1 else None)
                 if isinstance(first, ast.Constant) and (name == "getenv" or _OWNER.search(text_of(owner))):
                     return self.leaf("setting", str(first.value), wanted)
-        found = self._returned(node, function)
-        if found is not None:
-            return self.value(*found)
+        returned = self._returned(node, function)
+        if returned is not None:
+            return self.value(*returned)
         return self._test(node)
 
     def _named(self, node: ast.Call, function: Function, wanted: tuple[str, ...]) -> object:
@@ -293,8 +292,7 @@ class Reader:
     def _last(self, bindings: list[Binding], node: ast.expr, function: Function) -> Binding | None:
         """The assignment that a variable has in this run where an expression reads it."""
         reached = None
-        makers = {b.function for b in bindings}
-        if len(makers) > 1 and not all(f.name == "__init__" or f is function for f in makers):
+        if len(makers := {b.function for b in bindings}) > 1 and any(f.name != "__init__" for f in makers - {function}):
             raise Unreadable
         for binding in sorted(bindings, key=lambda b: getattr(b.node, "lineno", 0)):
             is_above = binding.function is not function or getattr(binding.node, "lineno", 0) < node.lineno
@@ -308,8 +306,8 @@ class Reader:
             raise Unreadable
         value, function = binding.value, binding.function
         if binding.index is not None:
-            if isinstance(value, ast.Call) and (found := self._returned(value, function)) is not None:
-                value, function = found
+            if isinstance(value, ast.Call) and (result := self._returned(value, function)) is not None:
+                value, function = result
             if not isinstance(value, ast.Tuple) or binding.index >= len(value.elts):
                 raise Unreadable
             value = value.elts[binding.index]
@@ -342,12 +340,13 @@ class Reader:
             return self.leaf("setting", name, wanted)
         return self.value(value, caller, wanted)
 
-    def is_reached(self, node: ast.AST, function: Function) -> bool:
-        """Whether a run reaches a node of a function that it calls."""
+    def is_reached(self, node: ast.AST, function: Function, *, assuming: bool = False) -> bool:
+        """Whether a run reaches a node of a function that it calls; `assuming` that what is not about precision lets it."""
         for child, parent in self._above(node, function):
             if isinstance(parent, (ast.If, ast.IfExp)) and child is not parent.test:
                 body = parent.body if isinstance(parent.body, list) else [parent.body]
-                if not self._may_be(parent.test, function, is_true=any(child is part for part in body)):
+                is_true, decide = any(child is part for part in body), self._may_be if assuming else self._is
+                if not decide(parent.test, function, is_true=is_true):
                     return False
             elif isinstance(parent, ast.match_case):
                 raise Unreadable
@@ -359,6 +358,9 @@ class Reader:
                     return False
         return True
 
+    def _is(self, test: ast.expr, function: Function, *, is_true: bool) -> bool:
+        return bool(self.value(test, function)) is is_true
+
     def _may_be(self, test: ast.expr, function: Function, *, is_true: bool) -> bool:
         """Whether a condition has a value; a part that is not about precision is assumed to."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -366,7 +368,7 @@ class Reader:
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is is_true:
             return all(self._may_be(part, function, is_true=is_true) for part in test.values)
         try:
-            return bool(self.value(test, function)) is is_true
+            return self._is(test, function, is_true=is_true)
         except Undecided as undecided:
             text = text_of(test)
             if _PRECISION.search(f"{text} {undecided.leaf.name}"):

@@ -76,7 +76,8 @@ def are_related(script: Script, one: str, other: str) -> bool:
             parts = node
         else:
             continue
-        keys = {setting_name(n) for n in ast.walk(parts) if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript))}
+        read = (n for n in ast.walk(parts) if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript)))
+        keys = {setting_name(n) for n in read if not script.outline.names.full(n)}  # `torch.amp` is no option
         if {one, other} <= keys:
             return True
     return "mutually_exclusive" in script.source.text

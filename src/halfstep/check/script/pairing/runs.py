@@ -11,12 +11,13 @@ depend on. Nothing is concluded where one of them is not read, or where settings
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.objects.values import Autocast, Scaler, argument
+from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant
 from halfstep.check.script.pairing.evaluated import (
     OTHER,
     Format,
@@ -35,6 +36,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["Run", "Runs", "runs_of"]
 
 MAX_RUNS = 128  # of one pair: seven settings that are on or off
+_FORMAT = regex(r"16|dtype|bf|half|float|precision", re.IGNORECASE)
 _MPS = regex(r"['\"]mps['\"]")
 _ORDER = ("setting", "parameter", "device", "test")  # in a message
 _DEFAULTS = {"cuda": "float16", "mps": "float16", "xpu": "float16", "cpu": "bfloat16"}
@@ -49,6 +51,7 @@ class Run:
     format: str  # of the region; "" where it is off
     is_scaled: bool
     is_certain: bool  # whether the settings are independent of each other, and the file names their values
+    has_own: bool  # whether the scaler has a setting of its own, which whoever sets the format may set to match
 
     @property
     def case(self) -> str:
@@ -67,6 +70,7 @@ class Runs:
     def where(self, fmt: str, *, is_scaled: bool) -> Run | None:
         """The simplest run that computes in a format with or without the scaler, if it is certain that there is one."""
         runs = [r for r in self.every if r.format == fmt and r.is_scaled is is_scaled and r.is_certain]
+        runs = [r for r in runs if not (is_scaled and r.has_own)]
         return min(runs, key=lambda run: len(run.values), default=None)
 
     def never(self, fmt: str, *, is_scaled: bool) -> bool:
@@ -113,7 +117,8 @@ def _run(script: Script, regions: Sequence[Autocast], scaler: Scaler, opened: Ev
     is_certain = _is_certain(script, values, of_region.read, of_scaler.read)
     if is_certain and formats:
         is_certain = not _is_rejected(script, values)
-    return Run(values, next(iter(formats), ""), is_scaled, is_certain)
+    has_own = any(leaf.kind != "device" for leaf in of_scaler.read - of_region.read)
+    return Run(values, next(iter(formats), ""), is_scaled, is_certain, has_own)
 
 
 def _reader(script: Script, values: Values, opened: Event | None) -> Reader:
@@ -129,9 +134,10 @@ def _reader(script: Script, values: Values, opened: Event | None) -> Reader:
 def _format(reader: Reader, region: Autocast, opened: Event | None) -> str:
     """The format that a region computes in, "" where it is off or not entered."""
     function, call = region.function, region.node
-    if opened is not None and opened.function is not function and not reader.is_reached(opened.node, opened.function):
-        return ""
-    if not reader.is_reached(call, function):
+    nodes: list[tuple[ast.AST, Function]] = [(call, function)]
+    if opened is not None and opened.function is not function:
+        nodes.append((opened.node, opened.function))
+    if not all(reader.is_reached(node, scope, assuming=True) for node, scope in nodes):
         return ""
     if any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
         raise Unreadable
@@ -158,10 +164,16 @@ def _device(reader: Reader, region: Autocast) -> object:
 
 def _is_enabled(reader: Reader, scaler: Scaler) -> bool:
     """Whether a scaler is created and enabled; one for CUDA disables itself without it, which is no choice of the file."""
-    if not reader.is_reached(scaler.node, scaler.function):
+    if not reader.is_reached(scaler.node, scaler.function, assuming=True):
         return False
     if any(k.arg is None for k in scaler.node.keywords) or any(isinstance(a, ast.Starred) for a in scaler.node.args):
         raise Unreadable
+    for binding in reader.outline.bindings.get(scaler.key, ()):
+        is_below = binding.function is scaler.function and getattr(binding.node, "lineno", 0) > scaler.node.lineno
+        if is_below and reader.is_reached(binding.node, binding.function):
+            if constant(binding.value) is not None:
+                raise Unreadable
+            return False  # `if not cfg.scale: scaler = None`
     enabled = argument(scaler.node, None, "enabled")
     return enabled is None or bool(reader.value(enabled, scaler.function))
 
@@ -177,7 +189,7 @@ def _is_certain(script: Script, values: Values, region: set[Leaf], scaler: set[L
     if not of_scaler:
         return True
     # Each decides something of its own: they must be options that the file does not relate.
-    if any(leaf.kind != "setting" for leaf in (*of_region, *of_scaler)):
+    if any(leaf.kind != "setting" or _FORMAT.search(leaf.name) for leaf in (*of_region, *of_scaler)):
         return False
     return not any(are_related(script, one.name, other.name) for one in of_region for other in of_scaler)
 
