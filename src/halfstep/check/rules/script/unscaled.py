@@ -206,8 +206,7 @@ class Fp16WithoutScaler(TraceRule):
 
     def _left_out(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
-        event = trace[index]
-        scalers = scalers_at(script, event)
+        event, scalers = trace[index], scalers_at(script, trace[index])
         is_open = scalers or works_on_cuda_only(script, event, scalers)
         if not is_open or (opened := region_of_loss(script, trace, index)) is None:
             return None

@@ -78,6 +78,9 @@ def omitted_in_runs(script: Script, event: Event, scalers: Sequence[Scaler], ope
     run = runs.where("float16", is_scaled=False) if runs is not None else None
     if run is None:
         return None
+    alike = (s for s in script.scalers if (s.function, s.enabled) == (scalers[0].function, scalers[0].enabled))
+    if any(scaler.node.lineno < scalers[0].node.lineno for scaler in alike):
+        return None  # reported for the first of those of several optimizers
     return Omission(scalers[0].node, f"{run.case} the scaler is disabled, and", "enable both by the same settings")
 
 
