@@ -36,6 +36,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["Run", "Runs", "runs_of"]
 
 MAX_RUNS = 128  # of one pair: seven settings that are on or off
+MAX_CANDIDATES = 4  # that are compared with what the file rejects
 _FORMAT = regex(r"16|dtype|bf|half|float|precision", re.IGNORECASE)
 _MPS = regex(r"['\"]mps['\"]")
 _ORDER = ("setting", "parameter", "device", "test")  # in a message
@@ -65,13 +66,15 @@ class Run:
 class Runs:
     """Every run of a region and a scaler, as far as their settings decide it."""
 
+    script: Script
     every: tuple[Run, ...]
 
     def where(self, fmt: str, *, is_scaled: bool) -> Run | None:
         """The simplest run that computes in a format with or without the scaler, if it is certain that there is one."""
-        runs = [r for r in self.every if r.format == fmt and r.is_scaled is is_scaled and r.is_certain]
+        runs = [r for r in self.every if r.format == fmt and r.is_scaled is is_scaled and r.is_certain and r.values]
         runs = [r for r in runs if not (is_scaled and r.has_own)]
-        return min(runs, key=lambda run: len(run.values), default=None)
+        simplest = sorted(runs, key=lambda run: len(run.values))[:MAX_CANDIDATES]
+        return next((run for run in simplest if not _is_rejected(self.script, run.values)), None)
 
     def never(self, fmt: str, *, is_scaled: bool) -> bool:
         """Whether no run computes in a format with or without the scaler."""
@@ -84,7 +87,7 @@ def runs_of(script: Script, regions: Sequence[Autocast], scaler: Scaler, opened:
         runs = tuple(_divided(script, regions, scaler, opened, {}))
     except (Unreadable, RecursionError):
         return None
-    return Runs(runs) if 0 < len(runs) <= MAX_RUNS else None
+    return Runs(script, runs) if 0 < len(runs) <= MAX_RUNS else None
 
 
 def _divided(
@@ -115,8 +118,6 @@ def _run(script: Script, regions: Sequence[Autocast], scaler: Scaler, opened: Ev
     if any((text, not is_true) in of_scaler.assumed for text, is_true in of_region.assumed):
         raise Unreadable  # they are in different branches
     is_certain = _is_certain(script, values, of_region.read, of_scaler.read)
-    if is_certain and formats:
-        is_certain = not _is_rejected(script, values)
     has_own = any(leaf.kind != "device" for leaf in of_scaler.read - of_region.read)
     return Run(values, next(iter(formats), ""), is_scaled, is_certain, has_own)
 
