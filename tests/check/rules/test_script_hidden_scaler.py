@@ -70,3 +70,33 @@ def test_a_scaler_that_no_function_reads_is_left_over(text, expected):
 def test_a_scaler_that_something_may_read_is_kept(text):
     """Each function has its own, or the outer one is read."""
     assert lines(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            f"def train(model, loader, optimizer, scaler=None):\n{IN_FUNCTION}"
+            f"def main(model, loader, optimizer):\n    {NEW}\n    train(model, loader, optimizer, scaler=None)\n",
+            [11],
+        ),
+        (
+            f"def train(model, loader, optimizer, scaler=None):\n{IN_FUNCTION}"
+            f"def main(model, loader, optimizer):\n    {NEW}\n    train(model, loader, optimizer, scaler=scaler)\n",
+            [],
+        ),
+        (
+            "def fit(model, loader, optimizer, scaler=None):\n    scaler = scaler or torch.amp.GradScaler('cuda')\n"
+            "    for x in loader:\n        model(x).mean().backward()\n        optimizer.step()\n        optimizer.zero_grad()\n",
+            [3],
+        ),
+        (
+            "def make():\n    scaler = torch.amp.GradScaler('cuda')\n    def step(loss):\n        scaler.scale(loss).backward()\n    return step\n"
+            f"def train(model, loader, optimizer, scaler):\n{IN_FUNCTION}",
+            [],
+        ),
+    ],
+)
+def test_a_function_never_reads_its_scaler(text, expected):
+    """A variable that its function never reads, except to create it, is unused, whatever others have under its name."""
+    assert lines(text) == expected

@@ -162,3 +162,31 @@ def train(model, loader, optimizer, scaler):
 def test_a_helper_of_another_file_that_is_asked_for_bfloat16(name, arguments, expected):
     """The dtype that is passed to a context called after autocast is the one it enters."""
     assert lines(HELPER.format(name=name, arguments=arguments)) == expected
+
+
+EPOCHS = """\
+import torch
+def train_epoch(model, loader, optimizer, epoch):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+def train_epoch_in_float32(model, loader, optimizer, epoch):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_a_region_of_another_function_with_a_loss_of_its_own():
+    """A scaler whose loss has no region is not the one of the bfloat16 region that another function has for its loss."""
+    assert lines(EPOCHS) == [3]
+    assert [f.line for f in findings(EPOCHS, "HS121")] == [12]

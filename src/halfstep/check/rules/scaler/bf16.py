@@ -12,7 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import earlier, is_amp
+from halfstep.check.script.flow.order import earlier, is_amp, scalers_at
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import formats_of
@@ -20,31 +20,29 @@ from halfstep.check.script.objects.values import (
     UNKNOWN,
     Autocast,
     Scaler,
-    argument,
     constant,
-    dtypes_of,
     text_of,
 )
 from halfstep.check.script.pairing.bf16_regions import (
     arm_with_bf16,
     chooses_format,
     dtypes_here,
+    flag_texts,
     is_absent_otherwise,
     is_documented,
+    is_entered_with,
     is_low_with,
-    names_bf16,
+    only_off_cuda,
     only_switch,
     trained_regions,
 )
 from halfstep.check.script.pairing.device_tests import (
     is_always_on_cuda,
-    is_without_cuda,
 )
 from halfstep.check.script.pairing.elsewhere import bfloat16_by_default, enters_bfloat16
 from halfstep.check.script.pairing.other_values import enabled_by_value
+from halfstep.check.script.pairing.runs import Run, runs_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -52,8 +50,6 @@ _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtyp
 # `dtype is not torch.float32`: enabled for both 16-bit formats
 _NOT_FLOAT32 = regex(r"^([A-Za-z_][\w.]*) (?:!=|is not) (?:torch\.)?['\"]?(?:float32|fp32|float)['\"]?$")
 _FULL_PRECISION = regex(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
-# Where it is false there is no CUDA, and a scaler for CUDA disables itself.
-_ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
 # Engines have a scaler of their own.
 _OF_DEVICE = regex(r"device|cuda|deepspeed|fsdp|\b(use_)?(tpu|xla)\b", re.IGNORECASE)
 _SWITCH = regex(
@@ -152,7 +148,7 @@ class ScalerWithBf16(ScriptRule):
                     "it only costs time and skips steps",
                     instead=f"create it where {setting[0]} is float16",
                 )
-        for scaler in script.scalers:
+        for scaler in sorted(script.scalers, key=lambda scaler: scaler.node.lineno):
             value = enabled_by_value(script, scaler) if scaler.key not in reported else None
             if value is not None and scaler.key.rsplit(".", 1)[-1] in self._stepped_in_bf16(script):
                 yield self.finding(
@@ -160,6 +156,15 @@ class ScalerWithBf16(ScriptRule):
                     f"with `{value[0]}` '{value[1]}' the scaler is enabled, but autocast computes in bfloat16 whatever it is: the scaler only "
                     "costs time and skips steps",
                     instead=f"take the dtype of autocast from `{value[0]}`, or remove the scaler",
+                )
+                continue
+            run = self._idle_run(script, scaler) if scaler.key not in reported else None
+            if run is not None and run.case not in reported:
+                reported |= {scaler.key, run.case}  # once for the scalers of several optimizers
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"{run.case} autocast computes in bfloat16 and the scaler is enabled: it only costs time and skips steps",
+                    instead="enable it for float16 only",
                 )
         if not script.is_assumed:  # what another file does with a setting is open
             yield from self._passed_in(script)
@@ -221,11 +226,11 @@ class ScalerWithBf16(ScriptRule):
             if is_open and not (on_cuda or _SWITCH.search(scaler.enabled)):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
-            switches = _texts(script, scaler.enabled, scaler.function)
+            switches = flag_texts(script, scaler.enabled, scaler.function)
             # A flag for mixed precision as a whole says nothing about the dtype.
             texts = {*switches, *map(text_of, scaler.node.keywords)}
             amp = _SWITCH.search(scaler.enabled) and not any(map(_FORMAT.search, texts))
-            together = on_cuda or all(_is_entered_with(script, a, switches) for a in either)
+            together = on_cuda or all(is_entered_with(script, a, switches) for a in either)
             together = together or any(map(_BOTH_FORMATS.search, switches))
             others = [v for v in values if v is not scaler.node]
             # Replaced by None, or switched by a flag of its own; on another device, or for an engine, it is another object.
@@ -236,8 +241,20 @@ class ScalerWithBf16(ScriptRule):
                     for v in others
                 )
             )
-            if is_only and (together or amp) and not all(_only_off_cuda(script, a, scaler, switches) for a in either):
+            if is_only and (together or amp) and not all(only_off_cuda(script, a, scaler, switches) for a in either):
                 yield scaler, either[0]
+
+    @staticmethod
+    def _idle_run(script: Script, scaler: Scaler) -> Run | None:
+        """The settings with which a scaler is enabled and every region of its losses is bfloat16."""
+        regions = trained_regions(script)
+        steps = [e for e in script.events("scaler_step") if scaler in scalers_at(script, e)]
+        if scaler.enabled == "no" or not regions or not steps or any(_format_tests(script, e) for e in steps):
+            return None
+        if not any("bfloat16" in a.dtypes or UNKNOWN in a.dtypes for a in regions):
+            return None
+        runs = runs_of(script, regions, scaler)
+        return runs.where("bfloat16", is_scaled=True) if runs is not None else None
 
     @classmethod
     def idle(cls, script: Script) -> Iterator[Scaler]:
@@ -249,6 +266,7 @@ class ScalerWithBf16(ScriptRule):
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
         else:
             stepped = cls._stepped_in_bf16(script)
+        spared = cls._stepped_elsewhere(script) if stepped and len(script.scalers) > 1 else set()
         for scaler in script.scalers:
             creation = _creation(script, scaler)
             flags = (
@@ -256,8 +274,21 @@ class ScalerWithBf16(ScriptRule):
             )
             # A flag that names a number format may be set for float16 only, unless it enables the one region.
             others = [f for f in flags if not _is_bf16(f) and f != only_switch(script)]
-            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
+            is_stepped = scaler.key.rsplit(".", 1)[-1] in stepped and scaler.node not in spared
+            if is_stepped and not any(_FORMAT.search(f) or f == "no" for f in others):
                 yield scaler
+
+    @classmethod
+    def _stepped_elsewhere(cls, script: Script) -> set[ast.AST]:
+        """The scalers whose own losses are from no bfloat16 region, although another function has one under the same name."""
+        inside: dict[ast.AST, bool] = {}
+        for trace in script.traces:
+            for index, event in enumerate(trace):
+                if event.kind == "backward" and event.scaled == "yes":
+                    for scaler in scalers_at(script, event):
+                        is_low = bool(cls._in_bf16(script, trace, index))
+                        inside[scaler.node] = inside.get(scaler.node, False) or is_low
+        return {node for node, is_low in inside.items() if not is_low}
 
     @classmethod
     def _stepped_in_bf16(cls, script: Script) -> set[str]:
@@ -285,34 +316,13 @@ class ScalerWithBf16(ScriptRule):
         if before is not None and not trace[before].inside("no_grad"):
             regions = list(trace[before].regions[-1].autocasts)
         else:
-            regions = [a for a in script.autocasts if a.enabled != "no"]
+            # Those of a function with a loss of its own are for that one.
+            trained = {e.function for e in script.events("backward")} - {event.function}
+            regions = [a for a in script.autocasts if a.enabled != "no" and a.function not in trained]
         # One region with a literal dtype is in bfloat16 whatever its flag is called; of several, one may be for float16.
         named = [a for a in regions if _FORMAT.search(a.enabled) and not _is_bf16(a.enabled)]
         certain = bool(regions) and all(a.dtype == "bfloat16" for a in regions) and (len(regions) == 1 or not named)
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
-
-
-def _only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
-    """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
-    outline, node, function = script.outline, region.dtype_node, region.function
-    values = (outline.values(key_of(node), function) or [node]) if node is not None else []
-    low = [v for v in values if not isinstance(v, ast.IfExp) and names_bf16(script, v)]
-    if low and all(is_without_cuda(script, v, function) for v in low):
-        # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
-        return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
-    tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and names_bf16(script, v.orelse)}
-    if not tests or not all(isinstance(v, ast.IfExp) and not names_bf16(script, v.body) for v in values):
-        return False
-    device = constant(argument(scaler.node, 0, "device"))
-    is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
-    tested = {part for switch in switches for part in switch.split(" and ")}
-    return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
-
-
-def _texts(script: Script, flag: str, function: Function) -> set[str]:
-    """A flag, and the expressions that it is assigned: those of `amp` for `self.amp` after `self.amp = amp`."""
-    values = script.outline.values(flag, function) if flag.replace(".", "").isidentifier() else []
-    return {flag, *(text_of(value) for value in values if constant(value) is ...)}
 
 
 def _low_dtype(script: Script, scaler: Scaler) -> str:
@@ -334,12 +344,6 @@ def _enabled_when(script: Script, scaler: Scaler) -> str:
         always = "always enabled" if scaler.enabled == "yes" else "enabled on CUDA"
         return f"the scaler is {always}, and autocast, where it is not float32,"
     return f"the scaler is enabled when `{scaler.enabled}`, and autocast then"
-
-
-def _is_entered_with(script: Script, region: Autocast, switches: set[str]) -> bool:
-    """Whether the flag of a scaler enables a region, or is the condition around it: `if use: with autocast(dtype): ...`."""
-    around = {text for text, is_true in conditions_of(script.outline, region.node) if is_true}
-    return bool((around | _texts(script, region.enabled, region.function)) & switches)
 
 
 def _is_first_none(script: Script, value: ast.expr) -> bool:

@@ -17,7 +17,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
-from halfstep.check.script.pairing.replaced import replaced_by
+from halfstep.check.script.pairing.replaced import is_unread_variable, replaced_by
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.unread import is_hidden
@@ -215,6 +215,13 @@ class ScalerUnused(ScriptRule):
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
             if not scaler.key or "[" in last:
+                continue
+            if scaler.enabled != "no" and is_unread_variable(script, scaler) and _trains_here(script, scaler, []):
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{scaler.key}` is never used: `{scaler.function.name}` does not read it again",
+                    instead="pass it to the function that scales the loss, or remove it",
+                )
                 continue
             if last in active:
                 if (value := replaced_by(script, scaler)) is not None and scaler.enabled != "no":

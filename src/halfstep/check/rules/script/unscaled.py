@@ -39,6 +39,7 @@ from halfstep.check.script.pairing.scaler_condition import (
     is_entered_without,
     is_other_switch,
     omitted_float16,
+    omitted_in_runs,
 )
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -205,14 +206,13 @@ class Fp16WithoutScaler(TraceRule):
 
     def _left_out(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler whose condition is reversed, or true on CUDA alone."""
-        event = trace[index]
-        scalers = scalers_at(script, event)
-        is_conditional = bool(scalers) or works_on_cuda_only(script, event, scalers)
-        opened = region_of_loss(script, trace, index) if is_conditional else None
-        if opened is None:
+        event, scalers = trace[index], scalers_at(script, trace[index])
+        is_open = scalers or works_on_cuda_only(script, event, scalers)
+        if not is_open or (opened := region_of_loss(script, trace, index)) is None:
             return None
         case = omitted_float16(script, scalers, opened) or omitted_by_record(script, scalers, opened)
         case = case or omitted_on_mps(script, trace, index, scalers, opened)
+        case = case or omitted_in_runs(script, event, scalers, opened)
         if case is None:
             return None
         return self.finding(

@@ -29,6 +29,7 @@ from halfstep.check.script.syntax.excluded import is_never_equal
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outcome import outcome
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.reexports import OWN_AUTOCAST
 from halfstep.check.script.syntax.returned import is_never_created, returned_to
 from halfstep.check.script.syntax.scaler_class import scaler_class
 
@@ -48,12 +49,13 @@ __all__ = [
     "text_of",
 ]
 
-AUTOCASTS = {"torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.xpu.amp.autocast"}
+AUTOCASTS = {OWN_AUTOCAST, *(f"torch.{part}amp.autocast" for part in ("", "cuda.", "cpu.", "xpu."))}
 _DEFAULTS = {
     "cuda": frozenset({"float16"}),
     "xpu": frozenset({"float16"}),
     "mps": frozenset({"float16"}),
     "cpu": frozenset({"bfloat16"}),
+    "own": frozenset({UNKNOWN}),
 }
 
 
@@ -234,10 +236,7 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
     if depth == 0:
         return []
     if isinstance(node, ast.IfExp):
-        both = [
-            *autocasts_of(outline, node.body, function, depth - 1),
-            *autocasts_of(outline, node.orelse, function, depth - 1),
-        ]
+        both = [a for arm in (node.body, node.orelse) for a in autocasts_of(outline, arm, function, depth - 1)]
         both = [a for a in both if a.enabled != "no"] or both  # `autocast() if amp else autocast(enabled=False)`
         return [_under(a, text_of(node.test)) for a in both]
     if isinstance(node, ast.Lambda):

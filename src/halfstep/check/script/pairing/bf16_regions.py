@@ -11,15 +11,26 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
-from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, dtypes_of, text_of
-from halfstep.check.script.pairing.device_tests import Test, parts_of, tests_of, tests_of_guards
+from halfstep.check.script.objects.values import (
+    DTYPES,
+    UNKNOWN,
+    Autocast,
+    Scaler,
+    argument,
+    constant,
+    dtypes_of,
+    text_of,
+)
+from halfstep.check.script.pairing.device_tests import Test, is_without_cuda, parts_of, tests_of, tests_of_guards
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import default_of
 
 __all__ = [
-    "arm_with_bf16", "chooses_format", "dtypes_here", "is_absent_otherwise", "is_documented", "is_low_with", "names_bf16", "only_switch", "trained_regions",
+    "arm_with_bf16", "chooses_format", "dtypes_here", "flag_texts", "is_absent_otherwise", "is_documented", "is_entered_with", "is_low_with",
+    "names_bf16", "only_off_cuda", "only_switch", "trained_regions",
 ]  # fmt: skip
 
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
@@ -177,3 +188,32 @@ def chooses_format(script: Script, scaler: Scaler, flag: str) -> bool:
 def names_bf16(script: Script, value: ast.expr) -> bool:
     """Whether an expression is torch.bfloat16."""
     return DTYPES.get(script.outline.names.full(value)) == "bfloat16"
+
+
+def only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: set[str]) -> bool:
+    """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
+    outline, node, function = script.outline, region.dtype_node, region.function
+    values = (outline.values(key_of(node), function) or [node]) if node is not None else []
+    low = [v for v in values if not isinstance(v, ast.IfExp) and names_bf16(script, v)]
+    if low and all(is_without_cuda(script, v, function) for v in low):
+        # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
+        return not any(isinstance(v, ast.IfExp) and "bfloat16" in dtypes_of(outline, v, function) for v in values)
+    tests = {text_of(v.test) for v in values if isinstance(v, ast.IfExp) and names_bf16(script, v.orelse)}
+    if not tests or not all(isinstance(v, ast.IfExp) and not names_bf16(script, v.body) for v in values):
+        return False
+    device = constant(argument(scaler.node, 0, "device"))
+    is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
+    tested = {part for switch in switches for part in switch.split(" and ")}
+    return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
+
+
+def flag_texts(script: Script, flag: str, function: Function) -> set[str]:
+    """A flag, and the expressions that it is assigned: those of `amp` for `self.amp` after `self.amp = amp`."""
+    values = script.outline.values(flag, function) if flag.replace(".", "").isidentifier() else []
+    return {flag, *(text_of(value) for value in values if constant(value) is ...)}
+
+
+def is_entered_with(script: Script, region: Autocast, switches: set[str]) -> bool:
+    """Whether the flag of a scaler enables a region, or is the condition around it: `if use: with autocast(dtype): ...`."""
+    around = {text for text, is_true in conditions_of(script.outline, region.node) if is_true}
+    return bool((around | flag_texts(script, region.enabled, region.function)) & switches)

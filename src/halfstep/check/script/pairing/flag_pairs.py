@@ -11,8 +11,9 @@ from halfstep.check.script.pairing.device_tests import tests_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.settled import setting_name
 
-__all__ = ["unscaled_option"]
+__all__ = ["are_related", "unscaled_option"]
 
 _OPTION = regex(r"(\w+\.)*(args?|cfg|conf|config|opts?|options|hparams|flags|settings)\.\w+$")
 _FLOAT16 = regex(r"^(use_|enable_)?(fp16|float16|half)$")
@@ -32,7 +33,7 @@ def unscaled_option(script: Script, scaler: Scaler, opened: Event) -> tuple[str,
     if not partners or partners[0] is None or len(set(partners)) > 1:
         return None
     case, other = partners[0]
-    return None if _are_related(script, flag, other) else (case, flag)
+    return None if are_related(script, flag, other) else (case, flag)
 
 
 def _partner(script: Script, region: Autocast, flag: str, opened: Event) -> tuple[str, str] | None:
@@ -62,8 +63,12 @@ def _is_option(script: Script, key: str) -> bool:
     return bool(_OPTION.match(key)) and not script.outline.bindings.get(key)
 
 
-def _are_related(script: Script, one: str, other: str) -> bool:
-    """Whether any line other than the two names both options: a check that one of them is set, or a value computed from both."""
+def are_related(script: Script, one: str, other: str) -> bool:
+    """Whether any line other than the two names both options: a check that one of them is set, or a value computed from both.
+
+    Options are compared by their last names, `amp` for `args.amp` and `cfg["amp"]`.
+    """
+    one, other = last_name(one), last_name(other)
     for node in all_nodes(script.tree):
         if isinstance(node, (ast.If, ast.Assert, ast.IfExp, ast.While)):
             parts: ast.AST = node.test
@@ -71,7 +76,8 @@ def _are_related(script: Script, one: str, other: str) -> bool:
             parts = node
         else:
             continue
-        keys = {key_of(n) for n in ast.walk(parts) if isinstance(n, (ast.Name, ast.Attribute))}
+        read = (n for n in ast.walk(parts) if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript)))
+        keys = {setting_name(n) for n in read if not script.outline.names.full(n)}  # `torch.amp` is no option
         if {one, other} <= keys:
             return True
     return "mutually_exclusive" in script.source.text

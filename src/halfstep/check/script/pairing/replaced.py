@@ -1,4 +1,4 @@
-"""Scalers that the next assignment to their variable replaces before anything reads them."""
+"""Scalers that nothing reads: the next assignment to their variable replaces them, or their function never reads the variable."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ from halfstep.check.script.objects.values import Scaler
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
+from halfstep.check.script.syntax.unread import reads_by_name
 
-__all__ = ["replaced_by"]
+__all__ = ["is_unread_variable", "replaced_by"]
 
 _BLOCKS = ("body", "orelse", "finalbody")
 _MAX_STATEMENTS = 300  # between the two assignments
+
+
+def is_unread_variable(script: Script, scaler: Scaler) -> bool:
+    """Whether a function assigns a scaler to a variable of its own and never reads it, whatever others have under this name."""
+    node, key = scaler.function.node, scaler.key
+    statement = script.statement(scaler.node)
+    if isinstance(node, ast.Module) or not key.isidentifier() or statement is None:
+        return False
+    if _value_for(statement, key) is None or reads_by_name(script.outline):
+        return False
+    own = set(ast.walk(statement))  # `scaler = scaler or GradScaler()`
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Global, ast.Nonlocal)) and key in part.names:
+            return False
+        if isinstance(part, ast.Name) and part.id == key and isinstance(part.ctx, ast.Load) and part not in own:
+            return False
+    return True
 
 
 def replaced_by(script: Script, scaler: Scaler) -> ast.expr | None:

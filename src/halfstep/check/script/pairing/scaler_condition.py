@@ -25,6 +25,7 @@ from halfstep.check.script.pairing.other_values import (
     float16_otherwise,
     float16_without_cuda,
 )
+from halfstep.check.script.pairing.runs import runs_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -36,6 +37,7 @@ __all__ = [
     "is_entered_without",
     "is_other_switch",
     "omitted_float16",
+    "omitted_in_runs",
     "spares_half_weights",
 ]
 
@@ -43,6 +45,7 @@ _FLOAT16 = regex(r"(use_|is_|enable_)?(fp16|float16|half)", re.IGNORECASE)
 _BFLOAT16 = regex(r"(use_|is_|enable_)?(bf16|bfloat16)", re.IGNORECASE)
 _DEVICE = regex(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)
 _FORMAT = regex(r"16|dtype|bf|half|float", re.IGNORECASE)
+_DECIDES = regex(r"16|32|dtype|bf|half|float|precision|amp|autocast|scal|cuda|gpu|device", re.IGNORECASE)
 _WEIGHTS = regex(r"(model|net|module)\w*(\.|, ['\"])(torch_)?dtype\b|parameters\(\).*\.dtype$")
 _WRITTEN = {"torch.float16", "torch.half"}
 _MAX_DEPTH = 3  # variables between a scaler and a test of a dtype
@@ -66,6 +69,19 @@ def omitted_float16(script: Script, scalers: Sequence[Scaler], opened: Event) ->
         when = f"on the CPU the scaler is disabled (`{text_of(test)}`) and the region computes in float16, so"
         return Omission(scaler.node, when, "enabled=device.type == 'cuda' in torch.autocast, or bfloat16 on the CPU")
     return omission
+
+
+def omitted_in_runs(script: Script, event: Event, scalers: Sequence[Scaler], opened: Event) -> Omission | None:
+    """The case in which the settings of some run disable a scaler and make its region float16; its loss has no other branch."""
+    is_plain = len(scalers) == 1 and not any(_DECIDES.search(text) for text, _ in (*event.guards, *opened.guards))
+    runs = runs_of(script, opened.regions[-1].autocasts, scalers[0], opened) if is_plain else None
+    run = runs.where("float16", is_scaled=False) if runs is not None else None
+    if run is None:
+        return None
+    alike = (s for s in script.scalers if (s.function, s.enabled) == (scalers[0].function, scalers[0].enabled))
+    if any(scaler.node.lineno < scalers[0].node.lineno for scaler in alike):
+        return None  # reported for the first of those of several optimizers
+    return Omission(scalers[0].node, f"{run.case} the scaler is disabled, and", "enable both by the same settings")
 
 
 def spares_half_weights(script: Script, step: Event, scalers: Sequence[Scaler]) -> bool:
@@ -213,7 +229,9 @@ def _omitted_by(script: Script, scaler: Scaler, opened: Event) -> Omission | Non
     is_for_float16 = any(_format_of(test, is_true=is_true) == "float16" for test, is_true in tests)
     devices = [test for test, is_true in tests if is_true and asks_for_cuda(test)]
     if is_for_float16 and devices and all(_is_on_other_devices(script, a) for a in regions):
-        if any(_DEVICE.search(text) for text, _ in opened.guards):
+        runs = runs_of(script, regions, scaler, opened)
+        is_impossible = runs is not None and runs.never("float16", is_scaled=False)
+        if is_impossible or any(_DEVICE.search(text) for text, _ in opened.guards):
             return None
         return Omission(
             scaler.node,

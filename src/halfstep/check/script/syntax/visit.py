@@ -13,6 +13,7 @@ from typing import NamedTuple
 from halfstep.check.script.syntax.children import SIMPLE, children_of
 from halfstep.check.script.syntax.names import key_of, read_names
 from halfstep.check.script.syntax.outline import Binding, Function, Outline, last_name_of
+from halfstep.check.script.syntax.reexports import resolve_exports
 from halfstep.check.script.syntax.relevant import relevant_functions
 from halfstep.check.script.syntax.scope import CallSite, Choice, StatementCall
 
@@ -106,6 +107,7 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
         if len(calls) > 1:
             calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
     out.names = read_names(imports)
+    resolve_exports(out.names, out.calls)
     for key, bindings in out.bindings.items():
         # `autocast = torch.autocast`: a variable that only renames a name of torch.
         if not key.isidentifier() or key in out.names.table:
