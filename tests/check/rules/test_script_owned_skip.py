@@ -131,13 +131,13 @@ Clipping(model=model, args=options, train_dataset=data).train()
         ("args.steps", 1, "if self.args.clips:", "training_step", []),
         ("1", 2, "if self.args.clips:", "training_step", []),
         ("settings.steps", 2, "if self.args.clips:", "training_step", [13]),
-        ("settings.number", 2, "if self.args.clips:", "training_step", []),
+        ("settings.number", 2, "if self.args.clips:", "training_step", [13]),  # advice: the number is not known
         ("4", 1, "if self.accelerator.sync_gradients:", "training_step", []),
         ("4", 1, "if self.args.clips:", "last_step", []),
     ],
 )
 def test_a_clip_in_training_step_of_a_trainer(steps, default, test, method, expected):
-    """It runs once per micro-batch; an option counts as its default."""
+    """It runs once per micro-batch; an option counts as its default, and a number that the file does not show as any."""
     text = TRAINER.format(steps=steps, default=default, test=test, method=method)
     assert [f.line for f in findings(text, "HS189")] == expected
 
