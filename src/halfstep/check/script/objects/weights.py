@@ -48,6 +48,7 @@ from halfstep.check.script.objects.values import UNKNOWN, argument, constant, te
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
+from halfstep.check.script.trained.inherited import owning_class
 
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
@@ -145,7 +146,7 @@ class Lineage:
 def place_of(outline: Outline, key: str, function: Function) -> tuple[str, Function | str]:
     """A variable as Python identifies it: its name and the scope that binds it; for attributes of self, the class."""
     if key.startswith("self."):
-        return key, function.cls
+        return key, owning_class(outline, key, function.cls)
     root = key.partition(".")[0].partition("[")[0]
     scope: Function | None = function
     while scope is not None and scope.parent is not None:
