@@ -37,6 +37,16 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_CLIP = """\
+import clip, torch
+model, preprocess = clip.load("ViT-B/32", device="cuda", jit=False)
+{cast}optimizer = torch.optim.Adam(model.parameters(), lr=5e-6)
+for images, texts in loader:
+    optimizer.zero_grad()
+    logits, _ = model(images, texts)
+    loss_fn(logits, labels).backward()
+    optimizer.step()
+"""
 _LIFTED = regex(r"'fp32'.*'amp'|'amp'.*'fp32'")
 _TYPED = regex(r"dtype ?= ?\w+\.dtype|\.(to|type)\(\w+\.dtype\)|\.half\(\)")  # new parameters have the model's dtype
 
@@ -55,12 +65,19 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
         _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
         _PLAIN.format(cast="if args.fp16:\n    model.half()\n", optimizer="SGD"),
+        _CLIP.format(cast=""),
     )
     good = (
         _PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),
         _PLAIN.format(cast="if args.fp16:\n    export(model.half())\n    raise SystemExit\n", optimizer="SGD"),
+        _CLIP.format(cast="model = model.float()\n"),
     )
-    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
+    references = (
+        "https://arxiv.org/abs/1710.03740",
+        "https://github.com/pytorch/pytorch/issues/147437",
+        "https://github.com/openai/CLIP/issues/83",
+    )
+    words = ("clip.load(", "from clip import")  # whose weights are float16
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""

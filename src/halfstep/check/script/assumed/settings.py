@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
+from halfstep.check.script.assumed.configurator import replaceable
 from halfstep.check.script.assumed.reads import Place, is_read, read_name, without_case
 from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -48,7 +49,7 @@ class Assumption:
     values: tuple[tuple[str, str | bool], ...]
     params: frozenset[tuple[int, str]] = (
         frozenset()
-    )  # parameters that have a setting: the line of the function, and the name
+    )  # parameters that have a setting: the line of the function, and the name; global variables of a configurator
     engines: frozenset[str] = frozenset()  # variables with an Accelerator that has the first one as its mixed_precision
 
     def __str__(self) -> str:
@@ -81,7 +82,7 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     names_format = not _SIXTEEN_BIT.isdisjoint(outline.strings) or any(map(_FLAG.search, outline.loads))
     if not trains or not (names_format or "Fabric" in outline.calls):
         return []
-    params = _open_parameters(outline)
+    params = _open_parameters(outline) | replaceable(outline)
     reader = _Reader(outline, params)
     for node, around in _nodes(tree):
         reader.read(node, around)

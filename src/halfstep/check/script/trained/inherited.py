@@ -34,14 +34,14 @@ def owning_class(outline: Outline, key: str, cls: str) -> str:
 
 
 def _bases_of(outline: Outline, cls: str) -> list[str]:
-    """A class of the file and those it extends, in the order in which they are found."""
-    found = [cls]
-    for name in found:  # grows
+    """A class of the file and those it extends, nearest first."""
+    names = [cls]
+    for name in names:  # grows
         bases = [key_of(base) for base in outline.bases.get(name, ())]
-        found += [base for base in bases if base in outline.classes and base not in found]
-        if len(found) > MAX_DEPTH:
+        names += [base for base in bases if base in outline.classes and base not in names]
+        if len(names) > MAX_DEPTH:
             break
-    return found
+    return names
 
 
 def _is_none(value: ast.expr | None) -> bool:
