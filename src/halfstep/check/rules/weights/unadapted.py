@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
 from halfstep.check.script.objects.trainers import is_trainer
 from halfstep.check.script.objects.values import constant
@@ -17,6 +18,8 @@ from halfstep.check.script.quantized_loads import is_trained
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import CallSite
+from halfstep.check.script.trained.optional_adapters import left_out_when
 
 __all__ = ["RULES"]
 
@@ -69,7 +72,10 @@ class QuantizedWithoutAdapter(ScriptRule):
         """Quantizations of a model that a Trainer trains, in files that mention no adapters but in comments."""
         outline = script.outline
         trainers = [site for name, sites in outline.calls.items() if is_trainer(outline, name) for site in sites]
-        if is_exercise(script) or not trainers or "train" not in outline.calls or _mentions_adapters(script):
+        if is_exercise(script) or not trainers or "train" not in outline.calls:
+            return
+        if _mentions_adapters(script):
+            yield from self._optional(script, trainers)
             return
         if any(keyword.arg is None for site in trainers for keyword in site.call.keywords):
             return  # `Trainer(**options)`
@@ -78,6 +84,20 @@ class QuantizedWithoutAdapter(ScriptRule):
                 yield self._report(script, call, "")
         for call, _ in outline.calls.get("get_quantization_config", ()):
             yield self._report(script, call, "when an option quantizes the model, ")
+
+    def _optional(self, script: Script, trainers: list[CallSite]) -> Iterator[Finding]:
+        """Models that every run quantizes, and only some give adapters."""
+        outline = script.outline
+        if outline.names.uses("unsloth") or len(trainers) > 1:
+            return
+        for call, function in outline.calls.get("BitsAndBytesConfig", ()):
+            is_certain = _quantizes(script, call, function) and not conditions_of(outline, call)
+            if not is_certain or not is_trained(script, call, function):
+                continue
+            left_out = left_out_when(outline, *trainers[0])
+            if left_out is not None:
+                text = f"`{left_out.text}`" if left_out.is_true else f"not `{left_out.text}`"
+                yield self._report(script, trainers[0].call, f"when {text}, ")
 
     def _report(self, script: Script, call: ast.Call, when: str) -> Finding:
         return self.finding(
