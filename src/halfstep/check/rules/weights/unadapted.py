@@ -12,11 +12,13 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
-from halfstep.check.script.objects.trainers import is_trainer
+from halfstep.check.script.objects.loading import initial_options
+from halfstep.check.script.objects.trainers import arguments_of, is_trainer
 from halfstep.check.script.objects.values import constant
 from halfstep.check.script.quantized_loads import is_trained
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import CallSite
 from halfstep.check.script.trained.optional_adapters import left_out_when
@@ -80,7 +82,8 @@ class QuantizedWithoutAdapter(ScriptRule):
         if any(keyword.arg is None for site in trainers for keyword in site.call.keywords):
             return  # `Trainer(**options)`
         for call, function in outline.calls.get("BitsAndBytesConfig", ()):
-            if _quantizes(script, call, function) and is_trained(script, call, function):
+            is_own = is_trained(script, call, function) or _is_initial(script, call, trainers)
+            if _quantizes(script, call, function) and is_own:
                 yield self._report(script, call, "")
         for call, _ in outline.calls.get("get_quantization_config", ()):
             yield self._report(script, call, "when an option quantizes the model, ")
@@ -109,6 +112,22 @@ class QuantizedWithoutAdapter(ScriptRule):
 
 def _quantizes(script: Script, call: ast.Call, function: Function) -> bool:
     return any(constant(keyword_of(script.outline, call, function, name)) is True for name in _BITS)
+
+
+def _is_initial(script: Script, call: ast.Call, trainers: list[CallSite]) -> bool:
+    """Whether a Trainer of TRL quantizes the model that it loads itself: `model_init_kwargs={"quantization_config": ...}`."""
+    outline = script.outline
+    for trainer, function in trainers:
+        made = arguments_of(outline, trainer, function)
+        options = initial_options(outline, made, function) if made is not None else None
+        if made is None or options is None:
+            continue
+        spread = ast.Call(made.func, [], [ast.keyword(None, options)])
+        value = keyword_of(outline, spread, function, "quantization_config")
+        values = outline.values(key_of(value), function) if key_of(value) else [value]
+        if len(values) == 1 and values[0] is call:
+            return True
+    return False
 
 
 def _mentions_adapters(script: Script) -> bool:
