@@ -84,8 +84,8 @@ def _written(value: ast.expr, call: ast.Call) -> ast.expr | None:
     if not isinstance(value, ast.Call):
         return ast.Call(copy.deepcopy(value), call.args, call.keywords)
     own = copy.deepcopy(value)
-    names = {keyword.arg for keyword in call.keywords}
-    keywords = [k for k in own.keywords if k.arg is None or k.arg not in names]
+    replaced = {keyword.arg for keyword in call.keywords}
+    keywords = [k for k in own.keywords if k.arg is None or k.arg not in replaced]
     return ast.Call(own.args[0], [*own.args[1:], *call.args], [*keywords, *call.keywords])
 
 
