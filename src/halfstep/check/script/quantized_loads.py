@@ -11,7 +11,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_of_untrained", "is_trained"]
+__all__ = ["is_always_set", "is_of_untrained", "is_trained"]
 
 _MAX_TRAINERS = 12
 
@@ -25,11 +25,16 @@ def is_of_untrained(script: Script, call: ast.Call, function: Function) -> bool:
 
 def is_trained(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether a Trainer certainly gets a model that is loaded with this configuration."""
-    own = {load for load in _loads_with(script, call, function) if _is_always_set(script, load, function)}
+    own = _loads_with(script, call, function)
     return any(loads and loads <= own for loads in _trained_loads(script))
 
 
-def _is_always_set(script: Script, load: ast.Call, function: Function) -> bool:
+def is_always_set(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether every load that gets a configuration gets it in every run."""
+    return all(_is_set(script, load, function) for load in _loads_with(script, call, function))
+
+
+def _is_set(script: Script, load: ast.Call, function: Function) -> bool:
     """Whether a load has its quantization in every run: no condition puts it into `**options`."""
     value = keyword_of(script.outline, load, function, "quantization_config")
     return value is None or set(conditions_of(script.outline, value)) <= set(conditions_of(script.outline, load))

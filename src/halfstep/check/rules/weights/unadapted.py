@@ -15,7 +15,7 @@ from halfstep.check.script.objects.formats import keyword_of
 from halfstep.check.script.objects.loading import initial_options
 from halfstep.check.script.objects.trainers import arguments_of, is_trainer
 from halfstep.check.script.objects.values import constant
-from halfstep.check.script.quantized_loads import is_trained
+from halfstep.check.script.quantized_loads import is_always_set, is_trained
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -95,6 +95,7 @@ class QuantizedWithoutAdapter(ScriptRule):
             return
         for call, function in outline.calls.get("BitsAndBytesConfig", ()):
             is_certain = _quantizes(script, call, function) and not conditions_of(outline, call)
+            is_certain = is_certain and is_always_set(script, call, function)
             if not is_certain or not is_trained(script, call, function):
                 continue
             left_out = left_out_when(outline, *trainers[0])
