@@ -28,7 +28,7 @@ def reported(body, trainer="Trainer"):
         (CREATED.format(flags="") + "    args.fp16 = True\n", 2),
         (CREATED.format(flags="") + "    if cfg.half:\n        args.fp16 = True\n", 3),
         (CREATED.format(flags=", bf16=cfg.bf16") + "    args.bf16 = False\n", 2),
-        (CREATED.format(flags=", fp16=True") + "    args.fp16, x = False, 1\n    args.fp16 = False\n", 3),
+        (CREATED.format(flags=", fp16=True") + "    args.fp16, x = False, 1\n    args.fp16 = False\n", 2),
         (
             CREATED.format(flags="")
             + "    args.bf16 = torch.cuda.is_bf16_supported()\n    args.fp16 = not args.bf16\n",

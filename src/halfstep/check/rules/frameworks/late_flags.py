@@ -27,6 +27,7 @@ args = TrainingArguments("out"{flags})
 {late}
 Trainer(model=model, args=args, train_dataset=data).train()
 """
+_FLAGS = ("fp16", "bf16")
 _DEVICE = regex(r"cuda|cpu|mps|gpu|device|tpu|xpu|npu")
 _FIRST = (4, 30)  # earlier Trainers read the flag themselves
 _OTHER_MEANS = regex(r"ACCELERATE_MIXED_PRECISION|\w\.__post_init__\(")  # set the precision after all
@@ -58,6 +59,8 @@ class LateFlag(ScriptRule):
         "measured: transformers 5.23, args.fp16 = True leaves args.mixed_precision at 'no'",
     )
 
+    words = (".fp16 = ", ".bf16 = ")
+
     def check(self, script: Script) -> Iterator[Finding]:
         """The first such assignment to the arguments of each Trainer; Unsloth's Trainers set the precision themselves."""
         outline, version = script.outline, script.settings.transformers
@@ -67,19 +70,18 @@ class LateFlag(ScriptRule):
         reported: set[ast.AST] = set()
         for name, sites in outline.calls.items():
             for call, function in sites if is_trainer(outline, name) else ():
-                key = key_of(argument(call, 1, "args"))
-                bound = (
-                    [b for flag in ("fp16", "bf16") for b in outline.bindings.get(f"{key}.{flag}", ())] if key else []
-                )
-                created = arguments_of(outline, call, function) if bound else None
-                is_set = created is None or bool(outline.bindings.get(f"{key}.mixed_precision"))
-                if created is None or is_set or _is_converted(script, call, created):
+                created = arguments_of(outline, call, function) if _has_assignments(script) else None
+                if created is None or _is_converted(script, call, created):
                     continue
-                late = [b for b in bound if _is_late(script, b, key, created, function)]
-                for binding in sorted(late, key=lambda b: getattr(b.node, "lineno", 0))[:1]:
-                    if binding.node not in reported:
-                        reported.add(binding.node)
-                        yield self._report(script, binding, key, created)
+                for key, scope in _variables(script, call, function, created):
+                    bound = [b for flag in _FLAGS for b in outline.bindings.get(f"{key}.{flag}", ())]
+                    if not bound or outline.bindings.get(f"{key}.mixed_precision"):
+                        continue
+                    late = [b for b in bound if _is_late(script, b, key, created, scope)]
+                    for binding in sorted(late, key=lambda b: getattr(b.node, "lineno", 0))[:1]:
+                        if binding.node not in reported:
+                            reported.add(binding.node)
+                            yield self._report(script, binding, key, created)
 
     def _report(self, script: Script, binding: Binding, key: str, created: ast.Call) -> Finding:
         flag = _flag_of(script, binding, key)
@@ -94,9 +96,38 @@ class LateFlag(ScriptRule):
         )
 
 
+def _has_assignments(script: Script) -> bool:
+    """Whether the file assigns a precision flag of any object."""
+    return any(key.endswith((".fp16", ".bf16")) for key in script.outline.bindings)
+
+
+def _variables(
+    script: Script, trainer: ast.Call, function: Function, created: ast.Call
+) -> Iterator[tuple[str, Function]]:
+    """The variables with the arguments of a Trainer, each with its function: here, where they are created, and in the Trainer itself."""
+    outline = script.outline
+    if key := key_of(argument(trainer, 1, "args")):
+        yield key, function
+    assign = outline.parents.get(created)
+    if isinstance(assign, ast.Assign) and (own := key_of(assign.targets[0])):
+        scopes = {b.function for b in outline.bindings.get(own, ()) if b.value is created}
+        yield from ((own, scope) for scope in scopes if (own, scope) != (key, function))
+    assign = outline.parents.get(trainer)
+    if isinstance(assign, ast.Assign) and (own := key_of(assign.targets[0])):
+        yield f"{own}.args", function
+
+
+def _value_of(binding: Binding) -> ast.expr | None:
+    """What an assignment gives its target, also as one of several: `args.fp16, args.bf16 = False, True`."""
+    if binding.index is None:
+        return binding.value
+    elements = binding.value.elts if isinstance(binding.value, ast.Tuple) else []
+    return elements[binding.index] if binding.index < len(elements) else None
+
+
 def _flag_of(script: Script, binding: Binding, key: str) -> str:
     """The flag that a binding assigns."""
-    return next(flag for flag in ("fp16", "bf16") if binding in script.outline.bindings.get(f"{key}.{flag}", ()))
+    return next(flag for flag in _FLAGS if binding in script.outline.bindings.get(f"{key}.{flag}", ()))
 
 
 def _is_converted(script: Script, trainer: ast.Call, created: ast.Call) -> bool:
@@ -111,13 +142,14 @@ def _is_late(script: Script, binding: Binding, key: str, created: ast.Call, func
     """Whether a flag gets another value than at the creation, in the function of the Trainer, and nothing creates the arguments again."""
     line = getattr(binding.node, "lineno", 0)
     own = [b for b in script.outline.lookup(key, function) if b.function is binding.function]
-    if binding.function is not function or binding.value is None or binding.index is not None:
+    flag, value = _flag_of(script, binding, key), _value_of(binding)
+    if binding.function is not function or value is None:
         return False
-    if not own and key not in function.params:
+    is_of_trainer = key.endswith(".args") and script.outline.bindings.get(key.removesuffix(".args"))
+    if not own and key not in function.params and not is_of_trainer:
         return False
     if any(getattr(b.node, "lineno", 0) >= line for b in own):
         return False
-    flag, value = _flag_of(script, binding, key), binding.value
     before = keyword_of(script.outline, created, function, flag)
     is_parsed = bool(PARSES.search(text_of(created.func)))
     is_spread = any(k.arg is None for k in created.keywords) and before is None

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
+from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import anchor, subject, when
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.chosen import chosen_when, condition_text, float16_ways, is_on_gpu
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
+    FABRIC,
     engines_of,
     loop_class,
 )
@@ -53,6 +57,8 @@ for x, y in loader:
     accelerator.backward(loss_fn(model(x), y))
     optimizer.step()
 """
+_OTHER_RUNS = regex(r"strateg|deepspeed|fsdp|lora|adapter|precision|infer|eval|test|export", re.IGNORECASE)
+_OPTION = regex(r"(args|opts?|cfg|config|hparams|flags|self\.args|self\.cfg)\.\w+")
 _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
@@ -115,8 +121,19 @@ def _scaling_owner(script: Script, tie: Trained) -> str:
     if owner is not None:
         is_lightning = owner.base in {"manual", "automatic"} and owner.precision == "fp16"
         return "Lightning" if is_lightning and not conditions_of(script.outline, tie.cast.node) else ""
-    engine = next((e for e in engines_of(script) if e.library == ACCELERATE and not e.plugin), None)
-    return f"`{engine.key}`" if engine is not None and _accelerate_scales(script, tie.cast) else ""
+    engine = next((e for e in engines_of(script) if not e.plugin), None)
+    if engine is None:
+        return ""
+    is_scaled = _fabric_scales(script, tie.cast) if engine.library == FABRIC else _accelerate_scales(script, tie.cast)
+    return f"`{engine.key}`" if is_scaled else ""
+
+
+def _fabric_scales(script: Script, cast: Cast) -> bool:
+    """Whether Fabric steps float16 weights through a scaler: `Fabric(precision="16-mixed")` and its own backward, in every run."""
+    engines = engines_of(script)
+    is_scaled = all(e.library == FABRIC and e.is_created and e.precision == "fp16" for e in engines)
+    here = conditions_of(script.outline, cast.node)
+    return is_scaled and script.has("owned_backward") and not any(_OTHER_RUNS.search(text) for text, _ in here)
 
 
 def _accelerate_scales(script: Script, cast: Cast) -> bool:
@@ -130,12 +147,17 @@ def _accelerate_scales(script: Script, cast: Cast) -> bool:
         return False
     conditions = conditions_of(script.outline, cast.node)
     if {constant(value) for value in values} == {"fp16"}:
-        return all(map(is_on_gpu, conditions))
+        return all(is_on_gpu(guard) or _is_option(guard) for guard in conditions)
     return all(
         is_true and value is not None and text == f"{text_of(value)} == 'fp16'"
         for value in values
         for text, is_true in conditions[-1:] or ((text_of(value), False),)
     )
+
+
+def _is_option(guard: Guard) -> bool:
+    """Whether a condition is one option of a run that trains, whatever the precision: `args.half_weights`."""
+    return guard.is_true and bool(_OPTION.fullmatch(guard.text)) and not _OTHER_RUNS.search(guard.text)
 
 
 def _chosen_alike(script: Script, cast: Cast) -> tuple[str, str] | None:

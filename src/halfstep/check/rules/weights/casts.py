@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.default_dtype import defaults_of, trains_under_default
-from halfstep.check.rules.weights.masters import optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import remedy, subject, when
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.guard import possible
@@ -23,6 +23,7 @@ from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import Lineage, casts_in, conditions_of
 from halfstep.check.script.pairing.device_tests import tests_of
 from halfstep.check.script.pairing.scaler_condition import spares_half_weights
+from halfstep.check.script.scaling.stepped import steps_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.settled import setting_name
@@ -123,12 +124,11 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
 
 def _scaler_steps(script: Script, tie: Trained, chosen: tuple[Guard, ...] = ()) -> bool:
     """Whether an active scaler steps the optimizer of a tie whenever its weights are cast, and its dtype is chosen so."""
-    names = optimizer_names(script, tie.by)
     conditions = _options(_of_settings(script, (*conditions_of(script.outline, tie.cast.node), *chosen)))
-    steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
-    for step in steps:
+    for step in steps_of(script, tie.by, "scaler_step"):
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
-        scalers = scalers_at(script, step)
+        # One of several, `scalers[name]`, is any of them.
+        scalers = scalers_at(script, step) or (list(script.scalers) if step.scaler.endswith("]") else [])
         flags = [Guard(scaler.enabled, True) for scaler in scalers]
         # A step means that the one scaler was created: `if args.precision == "fp16": scaler = GradScaler()`.
         created = conditions_of(script.outline, scalers[0].node) if len(scalers) == 1 else ()
@@ -263,9 +263,8 @@ def _managed_ties(script: Script) -> Iterator[Trained]:
 def _enabling_test(script: Script, tie: Trained) -> str:
     """The test `dtype == torch.float16` that enables the scaler of a tie, of the dtype that its weights have; "" if none does."""
     names = {key_of(value) for value in _named_dtypes(tie)} - {""}
-    optimizers = optimizer_names(script, tie.by)
-    for step in script.events("scaler_step"):
-        if step.optimizer.rsplit(".", 1)[-1] not in optimizers or without_amp(step):
+    for step in steps_of(script, tie.by, "scaler_step"):
+        if without_amp(step):
             continue
         for scaler in (s for s in scalers_at(script, step) if "Sharded" not in s.api):
             created = conditions_of(script.outline, scaler.node)

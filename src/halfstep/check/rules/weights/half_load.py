@@ -235,7 +235,20 @@ def _fp16_flag(script: Script, tie: Trained) -> ast.expr | None:
     created = [v for v in script.outline.values(key, tie.function) if isinstance(v, ast.Call)] if key else []
     if flag is None and len(created) == 1 and created[0] is not tie.arguments:
         flag = keyword_of(script.outline, created[0], tie.function, "fp16")
-    return flag
+    return flag if not _is_one_of_several(script, tie) else None
+
+
+def _is_one_of_several(script: Script, tie: Trained) -> bool:
+    """Whether `**options` of the arguments is one of several dictionaries with different flags: each value of the setting decides."""
+    assert tie.arguments is not None
+    keys = [key_of(k.value) for k in tie.arguments.keywords if k.arg is None]
+    for key in filter(None, keys):
+        tables = [v for v in script.outline.values(key, tie.function) if isinstance(v, (ast.Dict, ast.Call))]
+        calls = [ast.Call(tie.arguments.func, [], [ast.keyword(None, table)]) for table in tables]
+        flags = [keyword_of(script.outline, call, tie.function, "fp16") for call in calls]
+        if len({constant(flag) if flag is not None else False for flag in flags}) > 1:
+            return True
+    return False
 
 
 def _assigned(script: Script, node: ast.expr | None, function: Function) -> tuple[ast.expr | None, bool]:

@@ -11,7 +11,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.casts import trained_casts
-from halfstep.check.rules.weights.masters import is_stepped, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_stepped, remedy, subject, when
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import is_amp, scalers_at
@@ -21,6 +21,7 @@ from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.pairing.scaler_condition import spares_half_weights
+from halfstep.check.script.scaling.stepped import steps_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -34,6 +35,16 @@ for x, y in loader:
     optimizer.zero_grad()
     loss = loss_fn(model(x.half()), y)
     loss.backward()
+    optimizer.step()
+"""
+_CLIP = """\
+import clip, torch
+model, preprocess = clip.load("ViT-B/32", device="cuda", jit=False)
+{cast}optimizer = torch.optim.Adam(model.parameters(), lr=5e-6)
+for images, texts in loader:
+    optimizer.zero_grad()
+    logits, _ = model(images, texts)
+    loss_fn(logits, labels).backward()
     optimizer.step()
 """
 _LIFTED = regex(r"'fp32'.*'amp'|'amp'.*'fp32'")
@@ -54,12 +65,19 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
         _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
         _PLAIN.format(cast="if args.fp16:\n    model.half()\n", optimizer="SGD"),
+        _CLIP.format(cast=""),
     )
     good = (
         _PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),
         _PLAIN.format(cast="if args.fp16:\n    export(model.half())\n    raise SystemExit\n", optimizer="SGD"),
+        _CLIP.format(cast="model = model.float()\n"),
     )
-    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
+    references = (
+        "https://arxiv.org/abs/1710.03740",
+        "https://github.com/pytorch/pytorch/issues/147437",
+        "https://github.com/openai/CLIP/issues/83",
+    )
+    words = ("clip.load(", "from clip import")  # whose weights are float16
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
@@ -115,11 +133,10 @@ def _stepped_casts(script: Script) -> Iterator[Event]:
 
 def _is_stepped_plainly(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie steps by itself, not through a scaler or an engine that may keep master weights."""
-    names = optimizer_names(script, tie.by)
-    steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    steps = steps_of(script, tie.by, "scaler_step")
     if not all(spares_half_weights(script, e, scalers_at(script, e)) for e in steps):
         return False
-    stepped = any(e.optimizer.rsplit(".", 1)[-1] in names for e in script.events("opt_step"))
+    stepped = bool(steps_of(script, tie.by, "opt_step"))
     backs = list(script.events("backward"))
     if any(b.scaled == "maybe" for b in backs):
         return False  # a loss that is scaled by hand often comes with copies of the weights

@@ -21,13 +21,14 @@ from halfstep.check.script.objects.trainers import has_plugin, is_without_bf16, 
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, conditions_of
+from halfstep.check.script.scaling.stepped import steps_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import default_of
 from halfstep.check.script.syntax.unstepped import never_steps, trains_nothing
 from halfstep.check.settings import Settings
 
-__all__ = ["RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "optimizer_names", "remedy", "subject", "when"]
+__all__ = ["RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "remedy", "subject", "when"]
 
 _LOOP = """\
 import torch
@@ -122,19 +123,6 @@ def remedy(script: Script, cast: Cast) -> str:
     return f"keep {subject(cast)} in float32"
 
 
-def optimizer_names(script: Script, by: ast.Call) -> set[str]:
-    """The last names that an optimizer is assigned to, also by the callers of a function that returns it."""
-    statement = script.statement(by)
-    statements = [statement]
-    if isinstance(statement, ast.Return):
-        around = next((n for n in script.above(by) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
-        sites = script.outline.calls.get(around.name, ()) if around is not None else ()
-        statements = [script.statement(call) for call, _ in sites]
-    targets = [t for s in statements if isinstance(s, ast.Assign) for t in s.targets]
-    parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
-    return {key_of(part).rsplit(".", 1)[-1] for part in parts} - {""}
-
-
 def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
     """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
     if not tie.is_parsed or not names_engine(script.outline, script.source.text):
@@ -147,8 +135,7 @@ def is_stepped(script: Script, tie: Trained) -> bool:
     guards = conditions_of(script.outline, tie.cast.node)
     if any(is_amp(guard) and not guard.is_true for guard in guards) or never_steps(script.outline, tie.by):
         return False
-    names = optimizer_names(script, tie.by)
-    steps = [e for e in script.events("opt_step", "scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    steps = steps_of(script, tie.by, "opt_step", "scaler_step")
     opposite = {(text, not is_true) for text, is_true in guards}
     return not steps or any(not opposite & set(e.guards) for e in steps)
 

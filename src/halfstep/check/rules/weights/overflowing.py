@@ -17,6 +17,7 @@ from halfstep.check.script.objects.values import Autocast, argument, constant, t
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.trained.defaults import by_default, keyword_by_default
 
 __all__ = ["RULES"]
 
@@ -147,16 +148,9 @@ def _texts(script: Script, node: ast.expr | None, function: Function) -> set[str
     """The strings that an argument may be; empty if it may be something else."""
     key = key_of(node) if node is not None else ""
     values = [constant(v) for v in script.outline.values(key, function)] if key else [constant(node)]
-    if key and not values:
-        values = list(_defaults(script, key.rpartition(".")[2]))
+    if key and not values and node is not None:
+        values = [by_default(script.outline, node, function)]
     return {v for v in values if isinstance(v, str)} if all(isinstance(v, str) for v in values) else set()
-
-
-def _defaults(script: Script, option: str) -> Iterator[object]:
-    """The default of a command-line option."""
-    for call, _ in script.outline.calls.get("add_argument", ()):
-        if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
-            yield constant(argument(call, None, "default"))
 
 
 def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
@@ -166,21 +160,24 @@ def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
         package, last = full.split(".")[0], full.rpartition(".")[2]
         for site in sites:
             if package in {"transformers", "trl"} and last.endswith(("TrainingArguments", "Config")):
-                node = keyword_of(outline, site.call, site.function, "fp16")
+                node = keyword_by_default(outline, site.call, site.function, "fp16")
                 if node is not None and _is_on(script, node, site.function):
                     yield node, "fp16"
             elif package == "accelerate" and last == "Accelerator":
                 node = argument(site.call, None, "mixed_precision")
-                if node is not None and constant(node) == "fp16":
+                if node is not None and by_default(outline, node, site.function) == "fp16":
                     yield node, "fp16"
             elif package in {"lightning", "pytorch_lightning"} and last == "Trainer":
                 node = keyword_of(outline, site.call, site.function, "precision")
-                if node is not None and constant(node) in _HALF:
-                    yield node, f"precision {constant(node)!r}"
+                precision = by_default(outline, node, site.function) if node is not None else None
+                if precision in _HALF:
+                    yield node, f"precision {precision!r}"
 
 
 def _is_on(script: Script, node: ast.expr, function: Function) -> bool:
-    """Whether a flag is true, or true on every GPU."""
+    """Whether a flag is true, true on every GPU, or true unless an option turns it off."""
+    if by_default(script.outline, node, function) is True:
+        return True
     values = script.outline.values(key_of(node), function) if key_of(node) else []
     return all(constant(value) is True or _asks_for_gpu(value) for value in values or [node])
 

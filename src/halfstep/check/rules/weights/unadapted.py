@@ -10,13 +10,18 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
-from halfstep.check.script.objects.trainers import is_trainer
+from halfstep.check.script.objects.loading import initial_options
+from halfstep.check.script.objects.trainers import arguments_of, is_trainer
 from halfstep.check.script.objects.values import constant
-from halfstep.check.script.quantized_loads import is_trained
+from halfstep.check.script.quantized_loads import is_always_set, is_trained
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import CallSite
+from halfstep.check.script.trained.optional_adapters import left_out_when
 
 __all__ = ["RULES"]
 
@@ -69,15 +74,34 @@ class QuantizedWithoutAdapter(ScriptRule):
         """Quantizations of a model that a Trainer trains, in files that mention no adapters but in comments."""
         outline = script.outline
         trainers = [site for name, sites in outline.calls.items() if is_trainer(outline, name) for site in sites]
-        if is_exercise(script) or not trainers or "train" not in outline.calls or _mentions_adapters(script):
+        if is_exercise(script) or not trainers or "train" not in outline.calls:
+            return
+        if _mentions_adapters(script):
+            yield from self._optional(script, trainers)
             return
         if any(keyword.arg is None for site in trainers for keyword in site.call.keywords):
             return  # `Trainer(**options)`
         for call, function in outline.calls.get("BitsAndBytesConfig", ()):
-            if _quantizes(script, call, function) and is_trained(script, call, function):
+            is_own = is_trained(script, call, function) or _is_initial(script, call, trainers)
+            if _quantizes(script, call, function) and is_own:
                 yield self._report(script, call, "")
         for call, _ in outline.calls.get("get_quantization_config", ()):
             yield self._report(script, call, "when an option quantizes the model, ")
+
+    def _optional(self, script: Script, trainers: list[CallSite]) -> Iterator[Finding]:
+        """Models that every run quantizes, and only some give adapters."""
+        outline = script.outline
+        if outline.names.uses("unsloth") or len(trainers) > 1:
+            return
+        for call, function in outline.calls.get("BitsAndBytesConfig", ()):
+            is_certain = _quantizes(script, call, function) and not conditions_of(outline, call)
+            is_certain = is_certain and is_always_set(script, call, function)
+            if not is_certain or not is_trained(script, call, function):
+                continue
+            left_out = left_out_when(outline, *trainers[0])
+            if left_out is not None:
+                text = f"`{left_out.text}`" if left_out.is_true else f"not `{left_out.text}`"
+                yield self._report(script, trainers[0].call, f"when {text}, ")
 
     def _report(self, script: Script, call: ast.Call, when: str) -> Finding:
         return self.finding(
@@ -89,6 +113,22 @@ class QuantizedWithoutAdapter(ScriptRule):
 
 def _quantizes(script: Script, call: ast.Call, function: Function) -> bool:
     return any(constant(keyword_of(script.outline, call, function, name)) is True for name in _BITS)
+
+
+def _is_initial(script: Script, call: ast.Call, trainers: list[CallSite]) -> bool:
+    """Whether a Trainer of TRL quantizes the model that it loads itself: `model_init_kwargs={"quantization_config": ...}`."""
+    outline = script.outline
+    for trainer, function in trainers:
+        made = arguments_of(outline, trainer, function)
+        options = initial_options(outline, made, function) if made is not None else None
+        if made is None or options is None:
+            continue
+        spread = ast.Call(made.func, [], [ast.keyword(None, options)])
+        value = keyword_of(outline, spread, function, "quantization_config")
+        values = outline.values(key_of(value), function) if key_of(value) else [value]
+        if len(values) == 1 and values[0] is call:
+            return True
+    return False
 
 
 def _mentions_adapters(script: Script) -> bool:

@@ -15,6 +15,7 @@ import ast
 import copy
 from typing import Any, TypeGuard
 
+from halfstep.check.script.assumed.gpu import HAS_BF16, asks, words_in
 from halfstep.check.script.assumed.reads import Place, fallback, is_read
 from halfstep.check.script.assumed.settings import OF_ENGINE, Assumption
 from halfstep.check.script.syntax.children import SIMPLE, all_children_of, statements_in
@@ -60,7 +61,8 @@ class _Folder(ast.NodeTransformer):
         self.names = _settled_names(outline, settled)
         available = {name for name, full in outline.names.table.items() if full == _AVAILABLE}
         read = {name for name, _ in assumption.values} | available | _READ
-        self.involved = _involved(tree, self.names | read, settled)
+        names = self.names | read | (words_in(tree) if HAS_BF16 in read else frozenset())
+        self.involved = _involved(tree, names, settled)
         self.around: Place = ()
         self.changed = False
 
@@ -204,6 +206,10 @@ class _Folder(ast.NodeTransformer):
     def _assumed(self, node: ast.expr) -> object:
         """The value of a setting that an expression reads."""
         assumption = self.assumption
+        name, value = assumption.values[0]
+        if name == HAS_BF16:
+            answer = asks(node)
+            return answer is value if answer is not None else OPEN
         if (
             isinstance(node, ast.Attribute)
             and node.attr == "mixed_precision"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.regex import regex
+from halfstep.check.script.assumed.configurator import ANYWHERE
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["Place", "fallback", "is_read", "read_name", "without_case"]
@@ -41,7 +42,8 @@ def read_name(node: ast.expr | None) -> str:
 def is_read(node: ast.expr, name: str, around: Place, params: frozenset[tuple[int, str]]) -> bool:
     """Whether an expression reads the setting of this name."""
     if isinstance(node, ast.Name):
-        return node.id == name and isinstance(node.ctx, ast.Load) and any((line, name) in params for line in around)
+        is_open = (ANYWHERE, name) in params or any((line, name) in params for line in around)
+        return node.id == name and isinstance(node.ctx, ast.Load) and is_open
     if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
         return False
     if isinstance(node, ast.Attribute):

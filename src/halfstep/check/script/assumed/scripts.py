@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.files.python import parse_python
 from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.assumed.fold import Rejected, fold
+from halfstep.check.script.assumed.partials import write_partials
 from halfstep.check.script.assumed.settings import Assumption, assumptions
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.literals import write_in_place
@@ -30,6 +31,7 @@ def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tup
         tree = parse_python(script.source.text, script.source.path)
         write_members(tree)
         make_plain(tree)
+        write_partials(tree, script.source.text)
         outline = read_outline(tree, script.source.text, (*words.words, *words.lines))
     for assumption in assumptions(outline, tree):
         assumed = _assumed(script, assumption, (*words.words, *words.lines))
@@ -42,6 +44,7 @@ def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> 
     tree = parse_python(text, script.source.path)
     write_members(tree)
     make_plain(tree)
+    write_partials(tree, text)
     outline = read_outline(tree, text, words)
     settled: set[ast.AST] = set()
     for number in range(MAX_ROUNDS):

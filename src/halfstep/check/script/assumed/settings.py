@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
+from halfstep.check.script.assumed.configurator import replaceable
+from halfstep.check.script.assumed.gpu import HAS_BF16, is_asked
 from halfstep.check.script.assumed.reads import Place, is_read, read_name, without_case
 from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -48,7 +50,7 @@ class Assumption:
     values: tuple[tuple[str, str | bool], ...]
     params: frozenset[tuple[int, str]] = (
         frozenset()
-    )  # parameters that have a setting: the line of the function, and the name
+    )  # parameters that have a setting: the line of the function, and the name; global variables of a configurator
     engines: frozenset[str] = frozenset()  # variables with an Accelerator that has the first one as its mixed_precision
 
     def __str__(self) -> str:
@@ -79,9 +81,10 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     steps = not _TRAINS.isdisjoint(outline.calls) and "step" in outline.calls
     trains = steps or any(name.endswith("Trainer") for name in outline.calls)
     names_format = not _SIXTEEN_BIT.isdisjoint(outline.strings) or any(map(_FLAG.search, outline.loads))
+    of_gpu = [Assumption(((HAS_BF16, value),)) for value in (True, False)] if trains and is_asked(outline) else []
     if not trains or not (names_format or "Fabric" in outline.calls):
-        return []
-    params = _open_parameters(outline)
+        return of_gpu
+    params = _open_parameters(outline) | replaceable(outline)
     reader = _Reader(outline, params)
     for node, around in _nodes(tree):
         reader.read(node, around)
@@ -99,7 +102,7 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
                     continue
                 others = tuple((other, False) for other in flags if value is True and _excludes(name, other))
                 result.append(Assumption(((name, value), *others), params, engines.get(name, frozenset())))
-    return result[:MAX_ASSUMPTIONS]
+    return [*result[:MAX_ASSUMPTIONS], *of_gpu]
 
 
 def _excludes(name: str, other: str) -> bool:

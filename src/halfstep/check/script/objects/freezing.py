@@ -12,6 +12,7 @@ from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cast_formats
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage
+from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.trained.enabling import ADDED, ITERATED, LIFTS, enabled_parts, full_path
@@ -48,6 +49,8 @@ _CHANGES = regex(
 _CHOOSES = regex(
     r"requires_grad(_\(|\s*=\s*)(?!(True|False|requires_grad=)\b)[\w(]"
 )  # `p.requires_grad_(name in trained)`
+_FREEZES = regex(r"requires_grad(_\((requires_grad=)?|\s*=\s*)False")
+_WORDS = regex(r"\w+")
 _OF_GRADIENT = regex(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
@@ -77,12 +80,24 @@ def keeps_low(lineage: Lineage, function: Function) -> bool:
     text = " ".join(ast.unparse(statement) for statement in function.body)
     if not _CHANGES.search(text):
         return True
+    if not LIFTS.search(text) and _freezes_on_request(lineage.outline, function):
+        return True
     parts = tuple(part for part in enabled_parts(lineage.outline) if part[1] is function)
     received = {part for part, _ in parts if "." in part and part.partition(".")[0] in function.params}
     added = _names_added(lineage, function)
     received |= {p for p, _ in parts if not added.search(p) and _is_looked_up(lineage.outline, p, function)}
     chooses = bool(_CHOOSES.search(text) or received) or trains_part_of(lineage, parts)
     return chooses and not LIFTS.search(text) and not _has_new_layers(lineage)
+
+
+def _freezes_on_request(outline: Outline, function: Function) -> bool:
+    """Whether a function freezes each part of a model only if another parameter asks for it: `if "visual" in towers:`."""
+    frozen = [
+        n for n in nodes_in(function.node) if isinstance(n, (ast.Call, ast.Assign)) and _FREEZES.search(ast.unparse(n))
+    ]
+    asked = set(function.params) - {"self"}
+    tests = [" ".join(guard.text for guard in conditions_of(outline, node)) for node in frozen]
+    return bool(frozen) and all(asked.intersection(_WORDS.findall(text)) for text in tests)
 
 
 def _is_looked_up(outline: Outline, part: str, function: Function) -> bool:

@@ -42,6 +42,7 @@ _PLAIN = (
     "apex.optimizers.", "torchao.optim.", "torchao.prototype.low_bit_optim.", "lion_pytorch.", "prodigyopt.", "dadaptation.",
     "schedulefree.", "galore_torch.", "torch_optimizer.", "timm.optim.", "came_pytorch.", "adabelief_pytorch.",
 )  # fmt: skip
+_WRITES = regex(r"\b(p|param|w|weight|theta|x)(?:\.data)?\.(?:copy_|add_|addcdiv_|sub_)\(")
 _KEEPS_MASTER = {"master_weights", "bf16_stochastic_round", "kahan_sum", "use_kahan_summation", "stochastic_rounding"}
 MAKES_OPTIMIZER = regex(r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE)
 _FAMILY = regex(r"^([A-Z]\w*)?(Adam\w*|Lion|Muon|SGD|SophiaG?|Shampoo|SOAP)$")
@@ -269,7 +270,7 @@ def defined_optimizers(outline: Outline) -> tuple[tuple[ast.Call, Function], ...
     own = {name for name, parents in bases if any(text_of(base).endswith("Optimizer") for base in parents)}
     own &= outline.calls.keys()
     methods = [method.node for name in own for method in outline.classes.get(name, {}).values()]
-    if any(_LOW_BITS.search(ast.unparse(m)) or _stores_copies(m) for m in methods):
+    if any(_LOW_BITS.search(ast.unparse(m)) or _stores_copies(m) or _keeps_rest(m) for m in methods):
         return ()
     return tuple((site.call, site.function) for name in sorted(own) for site in outline.calls[name])
 
@@ -278,6 +279,15 @@ def _stores_copies(method: ast.AST) -> bool:
     """Whether a method stores float32 copies of something, most likely of the weights: `state["w"] = p.float().clone()`."""
     stored = [n for n in ast.walk(method) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Subscript)]
     return any(_FLOAT32_COPY.search(ast.unparse(node.value)) for node in stored)
+
+
+def _keeps_rest(method: ast.AST) -> bool:
+    """Whether a method computes what rounding took from a weight after it has written it: `p.copy_(new); rest = new - p.float()`."""
+    text = ast.unparse(method)
+    for written in _WRITES.finditer(text):
+        if re.search(rf"(?<=\w|\)) - {written[1]}\b|\.sub_?\({written[1]}\b", text[written.end() :]):
+            return True
+    return False
 
 
 def optimizer_factories(outline: Outline) -> tuple[tuple[ast.Call, Function], ...]:

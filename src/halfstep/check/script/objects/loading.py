@@ -18,6 +18,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 
 __all__ = [
+    "initial_options",
     "initialized",
     "is_language_model",
     "is_rebound",
@@ -136,7 +137,7 @@ def initialized(trainer: ast.Call) -> ast.expr | None:
 def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, function: Function) -> list[Cast]:
     """The dtype in `model_init_kwargs`, with which TRL loads a model from its name."""
     names = outline.values(key_of(model), function) if key_of(model) else [model]
-    options = keyword_of(outline, arguments, function, "model_init_kwargs")
+    options = initial_options(outline, arguments, function)
     if options is None or not all(_is_name(outline, name, function) for name in names):
         return []
     spread = ast.Call(arguments.func, [], [ast.keyword(None, options)])
@@ -145,6 +146,15 @@ def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, func
         return []
     load = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [ast.keyword("dtype", dtype)]), dtype)
     return [Cast(load, function, "", formats_of(outline, dtype, function), "load")]
+
+
+def initial_options(outline: Outline, arguments: ast.Call, function: Function) -> ast.expr | None:
+    """The `model_init_kwargs` of arguments: passed, or assigned to the attribute below."""
+    options = keyword_of(outline, arguments, function, "model_init_kwargs")
+    assign = outline.parents.get(arguments)
+    key = key_of(assign.targets[0]) if isinstance(assign, ast.Assign) else ""
+    bound = outline.bindings.get(f"{key}.model_init_kwargs", ()) if key and options is None else ()
+    return bound[0].value if len(bound) == 1 and bound[0].index is None else options
 
 
 def _is_name(outline: Outline, model: ast.expr, function: Function) -> bool:

@@ -42,12 +42,21 @@ from halfstep.check.script.objects.formats import (
     property_values,
     returned_by,
 )
-from halfstep.check.script.objects.parameters import is_cast_in_place, is_cast_with, is_merged, may_freeze, parts_of
+from halfstep.check.script.objects.parameters import is_cast_with, is_merged, may_freeze, parts_of
 from halfstep.check.script.objects.tensors import created_formats, low_layer, makes_model, part_dtype
 from halfstep.check.script.objects.values import UNKNOWN, argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
-from halfstep.check.script.syntax.scope import Binding
+from halfstep.check.script.trained.library_models import library_formats
+from halfstep.check.script.trained.places import (
+    LOADS,
+    MAX_PLACES,
+    bindings_of,
+    is_loaded,
+    is_part_of_model,
+    passed_as,
+    place_of,
+)
 
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
@@ -56,7 +65,6 @@ _WRAPPERS = {
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
 }  # fmt: skip
 _SAME_MODEL = SAME_MODEL | {"merge_and_unload"}
-_LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = regex(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
 # These classes read a configuration, a tokenizer or the like.
@@ -64,7 +72,6 @@ _OTHER_CLASS = regex(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Da
 FREEZE_FLAG = regex(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 _OPTION = regex(r"^(\w*args|opts?|\w*cfg|\w*config|flags|FLAGS|hparams)\.\w[\w.]*$")
 _PART = regex(r"^(?!self\.)\w+\.([\w.]+\.)?(wte|wpe|\w*embed\w*|\w*head)$")  # layers that are cast alone
-MAX_PLACES = 40  # names of one model; generated code has more
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,19 +149,6 @@ class Lineage:
         return is_other_branch or any(is_true and text.endswith("== torch.float32") for text, is_true in guards)
 
 
-def place_of(outline: Outline, key: str, function: Function) -> tuple[str, Function | str]:
-    """A variable as Python identifies it: its name and the scope that binds it; for attributes of self, the class."""
-    if key.startswith("self."):
-        return key, function.cls
-    root = key.partition(".")[0].partition("[")[0]
-    scope: Function | None = function
-    while scope is not None and scope.parent is not None:
-        if root in scope.params or any(b.function is scope for b in outline.bindings.get(root, ())):
-            return key, scope
-        scope = scope.parent
-    return key, outline.module
-
-
 def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tuple[VariableCast, ...]) -> Lineage:
     """The lineage of the model that an expression is; `casts` are those of the whole file, from `casts_in`."""
     lineage = Lineage(outline)
@@ -192,6 +186,8 @@ def _flow(
     elif isinstance(node, (ast.Tuple, ast.List)):
         if index is not None and index < len(node.elts):
             yield node.elts[index], function, None, name
+    elif isinstance(node, ast.Subscript) and isinstance(position := constant(node.slice), int):
+        yield node.value, function, position, name  # `load(name)[0]`
     elif isinstance(node, ast.Call):
         yield from _flow_of_call(lineage, node, function, index, name)
 
@@ -218,12 +214,14 @@ def _flow_of_call(
         yield call.args[index or 0], function, None, name
     elif last in _WRAPPERS and not is_own and call.keywords:
         yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})
-    elif last in _LOADS:
+    elif last in LOADS:
         _add_load(lineage, call, function, name)
         if call.args and "Peft" in text_of(func) and (lineage.is_adapted or is_merged(outline, call, function)):
             yield call.args[0], function, None, name  # `PeftModel.from_pretrained(model, path)`
     elif target is not None and target.name != "__init__":
         yield from ((value, target, index, name) for value in returned_by(target))
+    elif own := library_formats(outline, call, function):
+        lineage.casts.append(Cast(call, function, name, own, "constructor"))
     else:
         lineage.creations.append(Creation(call, function))
         yield from ((part, scope, None, key_of(part)) for part, scope in parts_of(outline, call, function, target))
@@ -233,7 +231,7 @@ def _flow_of_call(
 
 def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
     """What is assigned to a variable, or passed for it."""
-    bindings = _bindings(outline, key, function)
+    bindings = bindings_of(outline, key, function)
     yield from ((b.value, b.function, b.index, key) for b in bindings if b.value is not None)
     yield from ((value, method, None, key) for value, method in property_values(outline, key, function))
     scope = place_of(outline, key, function)[1]
@@ -252,7 +250,7 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
         loaders = [(v, f) for v, f in loaders if part_dtype(outline, v, f, part) is not None]
         if loaders:  # `unet` of `components = load_components(unet_dtype=torch.bfloat16)`
             yield from ((value, scope, None, key) for value, scope in loaders)
-        elif _is_loaded(outline, owner, function):
+        elif is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
         elif owner != "self" and len({b.function.cls for b in own}) == 1:  # `agent.model`: of the only such class
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), own[0].function, None, key
@@ -261,22 +259,10 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
             is_own = any(text_of(base).endswith("Trainer") for base in outline.bases.get(scope, ()))
             made = [(argument(c, 0, "model"), f) for c, f in outline.calls.get(scope, ()) if is_own]
             yield from ((value, f, None, key_of(value)) for value, f in made if value is not None)
-        elif parts := _passed_as(outline, owner, part, function):
+        elif parts := passed_as(outline, owner, part, function):
             yield from ((value, scope, None, key_of(value)) for value, scope in parts)
         else:
             yield from _whole(outline, owner, function)
-
-
-def _passed_as(outline: Outline, owner: str, part: str, function: Function) -> list[tuple[ast.expr, Function]]:
-    """What the constructor of a model receives under the name of a part: `lm` of `Model(encoder, lm)`, for `model.lm`."""
-    calls = [(b.value, b.function) for b in _bindings(outline, owner, function) if isinstance(b.value, ast.Call)]
-    return [
-        (value, scope)
-        for call, scope in calls
-        if isinstance(call, ast.Call) and last_name_of(call.func)[:1].isupper()
-        for name, value in (*((key_of(a), a) for a in call.args), *((k.arg, k.value) for k in call.keywords))
-        if name == part and key_of(value)
-    ]
 
 
 def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
@@ -286,40 +272,10 @@ def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast
         owner = ".".join(names[:count])
         if owner == "self" or "[" in owner:
             return
-        if _is_part_of_model(outline, owner, function):
+        if is_part_of_model(outline, owner, function):
             node = ast.parse(owner, mode="eval").body
             yield node, function, None, owner
             return
-
-
-def _is_part_of_model(outline: Outline, key: str, function: Function, depth: int = 3) -> bool:
-    """Whether a variable is a model, or another name of a part of one: `inner = pipeline.model`."""
-    for binding in _bindings(outline, key, function):
-        if _is_model(binding.value) or (isinstance(binding.value, ast.Call) and is_cast_in_place(outline, key)):
-            return True
-        root = key_of(binding.value).partition(".")[0] if isinstance(binding.value, (ast.Name, ast.Attribute)) else ""
-        if root not in {"", "self", key} and depth and _is_part_of_model(outline, root, binding.function, depth - 1):
-            return True
-    return False
-
-
-def _is_model(node: ast.expr | None) -> bool:
-    """Whether a value is a model: loaded, or created and cast in one expression."""
-    base = base_of(node) if node is not None else None
-    loaded = isinstance(base, ast.Call) and text_of(base.func).rsplit(".", 1)[-1] in _LOADS
-    return loaded or (isinstance(node, ast.Call) and base is not node and isinstance(base, (ast.Call, ast.Name)))
-
-
-def _bindings(outline: Outline, key: str, function: Function) -> list[Binding]:
-    place = place_of(outline, key, function)
-    every = outline.bindings.get(key, ())
-    return [b for b in every if place_of(outline, key, b.function) == place] if len(every) <= MAX_PLACES else []
-
-
-def _is_loaded(outline: Outline, key: str, function: Function) -> bool:
-    """Whether a variable is a loaded pipeline or model, whose parts have its dtype."""
-    calls = [v for v in outline.values(key, function) if isinstance(v, ast.Call)] if key.isidentifier() else []
-    return any("Pipeline" in text_of(c.func) or text_of(c.func).endswith(".from_pretrained") for c in calls)
 
 
 def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
