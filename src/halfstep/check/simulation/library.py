@@ -106,6 +106,8 @@ class Libraries(Decisions):
         """What a function or class of a library gives."""
         last = full.rpartition(".")[2]
         every = [*args, *kwargs.values()]
+        if full == "dict" and not args and "" not in kwargs:
+            return dict(kwargs)
         if ("." not in full or full == "itertools.cycle") and hasattr(self, f"_builtin_{last}"):
             return getattr(self, f"_builtin_{last}")(args, node)
         if full in ENDS:

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.plain import branch_matches
+from halfstep.check.simulation.chosen import ChosenRun, is_command
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
+from halfstep.check.simulation.offers import Offers, in_words, may_offer, strings_of_formats
 from halfstep.check.simulation.paths import Exhausted, Path, Search
 from halfstep.check.simulation.records import Records
 from halfstep.check.simulation.relevance import Relevance
@@ -30,6 +35,8 @@ __all__ = ["mishaps", "trains"]
 MAX_TEXT = 120_000  # characters: larger files are libraries
 MAX_STEPS = 150_000  # statements and expressions of all runs of a script, about a second
 MAX_ROOT_STEPS = 75_000
+MAX_VARIANTS = 12  # runs with a precision setting of their own
+NUM_PATHS = 3  # of each of them: their settings leave little open
 NUM_CALLS = 3  # of a method that a run of another file calls again and again
 _OF_TORCH = {"train", "step", "update", "forward", "backward", "eval", "fit", "run"}  # methods that others have as well
 _OF_FORMATS = {"HS120", "HS123"}  # whether a format and a scaler fit
@@ -53,8 +60,9 @@ def trains(text: str) -> bool:
 
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
-    write_members(tree)
     branch_matches(tree)
+    chosen = list(_mishaps_of_offers(tree, table)) if may_offer(table) else []
+    write_members(tree)
     relevance, targets, records = Relevance(tree), _targets(tree), Records(tree)
     reported: set[ast.AST] = set()
     left = MAX_STEPS
@@ -77,6 +85,33 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
             if mishap.code not in _OF_FORMATS or not records.combine(answers):
                 yield mishap
         left -= min(left, MAX_ROOT_STEPS) - max(search.steps, 0)
+    yield from (mishap for mishap in chosen if mishap.node not in reported)
+
+
+def _mishaps_of_offers(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
+    """The mistakes in the run with the defaults of the settings that a script offers, and in those with one precision setting changed."""
+    relevance, targets, formats = Relevance(tree), _targets(tree), strings_of_formats(tree)
+    offers = Offers({}, formats)
+    waiting: list[dict[str, Any]] = [{}]
+    reported: set[tuple[str, int]] = set()
+    roots = [root for root in _roots(tree, relevance) if is_command(root)]
+    for number, chosen in enumerate(waiting):  # grows
+        for root in (None, *roots):
+            for path in islice(Search(MAX_ROOT_STEPS).paths(), NUM_PATHS):
+                own = Offers(chosen, formats)
+                run = ChosenRun(own, relevance, table, targets, path)
+                for mishap in _mishaps_of(run, tree, root):
+                    place = (mishap.code, getattr(mishap.node, "lineno", 0))
+                    if place not in reported:
+                        reported.add(place)
+                        yield mishap if not chosen else replace(mishap, message=f"{in_words(chosen)}, {mishap.message}")
+                if not number:
+                    offers.others |= own.others
+                    offers.is_read |= own.is_read
+        if not number and not offers.is_read:
+            return
+        if not number:
+            waiting += [{name: value} for name, values in offers.others.items() for value in values][:MAX_VARIANTS]
 
 
 def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list[Mishap]:
