@@ -24,6 +24,7 @@ from halfstep.check.simulation.values import (
     Library,
     Scaler,
     Tensor,
+    Test,
     Unknown,
     is_plain,
 )
@@ -77,8 +78,10 @@ class ChosenRun(Typed, Enums):
         last = full.rpartition(".")[2]
         if last.endswith("ArgumentParser") or (last == "ArgParser" and not full.startswith("torch")):
             parser = _Parser()
-            given = args[0] if args else None
-            parser.classes = [c for c in (given if isinstance(given, list | tuple) else [given]) if isinstance(c, Class)]
+            first = args[0] if args else None
+            parser.classes = [
+                c for c in (first if isinstance(first, list | tuple) else [first]) if isinstance(c, Class)
+            ]
             return parser
         if full in _ENVIRONMENT and len(args) > 1 and isinstance(args[0], str):
             return self.offers.value(args[0], args[1]) if is_plain(args[1]) else args[1]
@@ -94,7 +97,7 @@ class ChosenRun(Typed, Enums):
             return args[0].attributes
         if last == "Choice" and args:
             return args[0]
-        if full in {"dataclasses.asdict"} and args and isinstance(args[0], Instance):
+        if full == "dataclasses.asdict" and args and isinstance(args[0], Instance):
             return dict(args[0].attributes)
         return super().call_library(full, args, kwargs, node)
 
@@ -225,6 +228,10 @@ class ChosenRun(Typed, Enums):
         return env
 
     # --- what is known now --------------------------------------------------------------------------------------------------
+
+    def _decide_test(self, test: Test, default: int, *, is_firm: bool) -> bool:
+        is_cuda = isinstance(test.other, str) and test.other.startswith("cuda")
+        return super()._decide_test(test, 0 if is_cuda else default, is_firm=is_firm)
 
     def _scaled(self, scaler: Scaler, loss: Any, *, is_on: bool) -> Tensor:
         """`scaler.scale(loss)`; whether a region is on where the scaler is off is known."""

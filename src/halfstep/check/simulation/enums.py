@@ -86,7 +86,11 @@ class Enums(Simulation):
         """A comparison of members."""
         left, right = _as_value(left), _as_value(right)
         known = (_is_member(left) or is_plain(left)) and (_is_member(right) or is_plain(right))
-        if known and (_is_member(left) or _is_member(right)) and isinstance(sign, ast.Eq | ast.NotEq | ast.Is | ast.IsNot):
+        if (
+            known
+            and (_is_member(left) or _is_member(right))
+            and isinstance(sign, ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
+        ):
             return (left is right) is isinstance(sign, ast.Eq | ast.Is)
         return super().compared(left, sign, right)
 

@@ -129,7 +129,9 @@ class Expressions(Decisions):
 
     def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
         """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""
-        if is_plain(index) or (isinstance(base, dict) and isinstance(index, Unknown | Library | Instance) and index in base):
+        if is_plain(index) or (
+            isinstance(base, dict) and isinstance(index, Unknown | Library | Instance) and index in base
+        ):
             try:
                 return base[index]
             except (LookupError, TypeError):

@@ -1,8 +1,8 @@
 """The settings that a script offers, as a run meets them: each with the value that it has here, and the others of precision.
 
-    parser.add_argument("--amp-dtype", choices=["fp16", "bf16"], default="fp16")     fp16; a further run has bf16
-    SCALE = os.environ.get("SCALE", "0") == "1"                                      "0"
-    @dataclass class Config: precision: Literal["fp16", "bf16"] = "bf16"             bf16; a further run has fp16
+parser.add_argument("--amp-dtype", choices=["fp16", "bf16"], default="fp16")     fp16; a further run has bf16
+SCALE = os.environ.get("SCALE", "0") == "1"                                      "0"
+@dataclass class Config: precision: Literal["fp16", "bf16"] = "bf16"             bf16; a further run has fp16
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from halfstep.check.simulation.values import Instance
 
 __all__ = ["FORMATS", "Offers", "in_words", "may_offer", "strings_of_formats"]
 
-_PRECISION = regex(r"(?<![a-z])amp(?![a-z])|fp_?16|bf_?16|half|precision|dtype|autocast|scaler|scaling|loss_scale|mixed|float16")
+_PRECISION = regex(
+    r"(?<![a-z])amp(?![a-z])|fp_?16|bf_?16|half|precision|dtype|autocast|scaler|scaling|loss_scale|mixed|float16"
+)
 _HALF = ("fp16", "float16", "half", "16-mixed", "fp16-mixed", "f16", "torch.float16", "16")
 _BFLOAT = ("bf16", "bfloat16", "bf16-mixed", "torch.bfloat16")
 FORMATS = {*_HALF, *_BFLOAT}
@@ -73,7 +75,9 @@ class Offers:
         if isinstance(default, bool):
             return (not default,)
         if not choices and (default is None or isinstance(default, str)):
-            choices = self.formats if default is None or default in FORMATS or "16" in default or "32" in default else ()
+            choices = (
+                self.formats if default is None or default in FORMATS or "16" in default or "32" in default else ()
+            )
         texts = [text for choice in choices if (text := _text(choice)) in FORMATS and text != _text(default)]
         return tuple(dict.fromkeys(texts))[:MAX_VALUES]
 

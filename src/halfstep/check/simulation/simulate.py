@@ -97,12 +97,14 @@ def _mishaps_of_offers(tree: ast.Module, table: dict[str, str]) -> Iterator[Mish
     roots = [root for root in _roots(tree, relevance) if is_command(root)]
     for number, chosen in enumerate(waiting):  # grows
         for root in (None, *roots):
-            for path in islice(Search(MAX_ROOT_STEPS).paths(), NUM_PATHS):
+            for attempt, path in enumerate(islice(Search(MAX_ROOT_STEPS).paths(), NUM_PATHS)):
                 own = Offers(chosen, formats)
                 run = ChosenRun(own, relevance, table, targets, path)
                 for mishap in _mishaps_of(run, tree, root):
                     place = (mishap.code, getattr(mishap.node, "lineno", 0))
-                    if place not in reported:
+                    is_known = not attempt and not path.has_guessed_format()  # another device may decide about both
+                    is_sure = is_known or mishap.code not in _OF_FORMATS
+                    if place not in reported and is_sure:
                         reported.add(place)
                         yield mishap if not chosen else replace(mishap, message=f"{in_words(chosen)}, {mishap.message}")
                 if not number:

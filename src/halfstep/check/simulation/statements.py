@@ -115,7 +115,9 @@ class Statements(Assignments):
         self.assign(node.target, self.value(binary, env), env)
 
     def _run_If(self, node: ast.If, env: Env) -> None:
-        if not self.relevance.matters(node) and not self.knows(node.test, env):  # both branches: each may fill a list of parameters
+        if not self.relevance.matters(node) and not self.knows(
+            node.test, env
+        ):  # both branches: each may fill a list of parameters
             self.run([*node.body, *node.orelse], env)
             for name in self.relevance.assigned(node):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
@@ -257,6 +259,10 @@ class Statements(Assignments):
                 self.regions.append(context)
             elif isinstance(context, Entered):
                 self.regions += context.regions
+            elif isinstance(context, Instance) and isinstance(context.cls.lookup("__enter__"), Func):
+                self.opened.clear()
+                self.call(self.attribute(context, "__enter__", item), [], {}, item)
+                self.regions += self.opened
             elif self.may_cast(context, item.context_expr):
                 self.regions.append(Autocast("", True, item.context_expr))
             if item.optional_vars is not None:

@@ -1,8 +1,8 @@
 """What torch rejects in a run with chosen settings, by the types of what a script passes: devices, flags, losses, None.
 
-    device = torch.device("cuda", args.gpu)                          a torch.device as the device type of autocast
-    torch.autocast("cuda", self.args.amp)                            a flag as its dtype
-    CRITERIA[args.head](w)(out, y)                                   a binary cross-entropy inside a region, through a table and a partial
+device = torch.device("cuda", args.gpu)                          a torch.device as the device type of autocast
+torch.autocast("cuda", self.args.amp)                            a flag as its dtype
+CRITERIA[args.head](w)(out, y)                                   a binary cross-entropy inside a region, through a table and a partial
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _argument(node: ast.AST, position: int, name: str) -> str:
     """An argument of a call as it is written."""
     if not isinstance(node, ast.Call):
         return name
-    given = next((k.value for k in node.keywords if k.arg == name), None)
-    if given is None and position < len(node.args):
-        given = node.args[position]
-    return ast.unparse(given) if given is not None else name
+    passed = next((k.value for k in node.keywords if k.arg == name), None)
+    if passed is None and position < len(node.args):
+        passed = node.args[position]
+    return ast.unparse(passed) if passed is not None else name
