@@ -39,6 +39,7 @@ _CALLS = {"fire.Fire", "typer.run", "tyro.cli"}
 _OPTIONS = {"option", "argument"}
 _COMMANDS = {"command", "option", "argument"}
 _CONFIG = regex(r"conf|cfg|arg|opt(ion)?s?$|setting|param|flags|recipe", re.IGNORECASE)
+_OF_SCALERS = {"scale", "unscale_", "step", "update", "state_dict", "load_state_dict", "get_scale", "is_enabled"}
 _NONE = object()
 
 
@@ -124,6 +125,10 @@ class ChosenRun(Typed, Enums):
 
     def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         """A method of a command line, or of anything else."""
+        if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if "scaler" in owner.rpartition(".")[2].lower():
+                self.gradients.is_none(owner, node.func)
         if not isinstance(base, _Parser):
             return super().call_method(base, name, args, kwargs, node)
         if name == "add_argument":

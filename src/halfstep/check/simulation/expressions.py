@@ -18,6 +18,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Test,
     Unknown,
+    is_module,
     is_plain,
     unknown,
 )
@@ -101,6 +102,8 @@ class Expressions(Decisions):
             return member
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             self._miss(base, name, node)
+        if is_module(base.cls) and not base.is_built:  # a part of a model
+            return unknown(f"{base.key}.{name}")
         return unknown(f"{base.cls.node.name}.{name}")
 
     def _miss(self, base: Instance, name: str, node: ast.Attribute) -> None:

@@ -1,8 +1,10 @@
 """The settings that a script offers, as a run meets them: each with the value that it has here, and the others of precision.
 
-parser.add_argument("--amp-dtype", choices=["fp16", "bf16"], default="fp16")     fp16; a further run has bf16
-SCALE = os.environ.get("SCALE", "0") == "1"                                      "0"
-@dataclass class Config: precision: Literal["fp16", "bf16"] = "bf16"             bf16; a further run has fp16
+    parser.add_argument("--amp-dtype", choices=["fp16", "bf16"], default="fp16")     fp16; a further run has bf16
+    SCALE = os.environ.get("SCALE", "0") == "1"                                      "0"
+    @dataclass class Config: precision: Literal["fp16", "bf16"] = "bf16"             bf16; a further run has fp16
+
+A setting without choices is tried with the formats that the script names.
 """
 
 from __future__ import annotations
@@ -56,6 +58,11 @@ class Offers:
         self.formats = formats
         self.others: dict[str, tuple[Any, ...]] = {}  # the values of precision settings that further runs may have
         self.is_read = False  # the run has met a setting at all
+
+    def add(self, other: Offers) -> None:
+        """Add the settings that another run has met."""
+        self.others |= other.others
+        self.is_read = self.is_read or other.is_read
 
     def value(self, name: str, default: Any, choices: Iterable[Any] = ()) -> Any:
         """The value of a setting in this run."""

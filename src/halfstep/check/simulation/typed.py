@@ -1,8 +1,10 @@
-"""What torch rejects in a run with chosen settings, by the types of what a script passes: devices, flags, losses, None.
+"""What torch rejects, by the types of what a script passes: devices, flags, losses.
 
-device = torch.device("cuda", args.gpu)                          a torch.device as the device type of autocast
-torch.autocast("cuda", self.args.amp)                            a flag as its dtype
-CRITERIA[args.head](w)(out, y)                                   a binary cross-entropy inside a region, through a table and a partial
+    device = torch.device("cuda", args.gpu)                          a torch.device as the device type of autocast
+    torch.autocast("cuda", self.args.amp)                            a flag as its dtype
+    CRITERIA[args.head](w)(out, y)                                   a binary cross-entropy inside a region, through a table and a partial
+
+Only what a run knows is judged: a device of another file may be a string.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ __all__ = ["Device", "Typed"]
 
 _GENERAL = {"torch.amp.autocast", "torch.autocast", "torch.amp.autocast_mode.autocast"}
 _LOSSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
-_OF_SCALERS = {"scale", "unscale_", "step", "update", "state_dict", "load_state_dict", "get_scale", "is_enabled"}
 
 
 class Device(str):
@@ -77,14 +78,6 @@ class Typed(Simulation):
         if casts and casts[-1].device == "cuda" and casts[-1].enabled is True and casts[-1].dtype != "float32":
             line = getattr(casts[-1].node, "lineno", 0)
             self._report("HS146", node, f"binary cross-entropy on probabilities is computed inside the autocast region of line {line}, which raises RuntimeError", "binary_cross_entropy_with_logits, or a region with enabled=False around it")  # fmt: skip
-
-    def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
-        """A method; of a scaler that is None it raises."""
-        if base is None and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
-            owner = ast.unparse(node.func.value)
-            if "scaler" in owner.rpartition(".")[2].lower():
-                self.gradients.is_none(owner, node.func)
-        return super().call_method(base, name, args, kwargs, node)
 
 
 def _argument(node: ast.AST, position: int, name: str) -> str:
