@@ -212,9 +212,9 @@ def only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: se
 
 def _is_for_cpu(script: Script, value: ast.expr, function: Function) -> bool:
     """Whether a value is the entry of a table by devices in which CUDA has another format: `{"cuda": float16, "cpu": bfloat16}[device]`."""
-    is_get = isinstance(value, ast.Call) and last_name(key_of(value.func)) == "get" and bool(value.args)
-    if is_get and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        owner: ast.expr = value.func.value
+    func = value.func if isinstance(value, ast.Call) else None
+    if isinstance(func, ast.Attribute) and func.attr == "get" and isinstance(value, ast.Call) and value.args:
+        owner: ast.expr = func.value
         entries = value.args[:1]
     elif isinstance(value, ast.Subscript):
         owner, entries = value.value, [value.slice]
