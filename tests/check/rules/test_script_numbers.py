@@ -49,6 +49,25 @@ def test_a_bf16_output_cannot_become_a_numpy_array(text, severities):
 
 
 @pytest.mark.parametrize(
+    ("out", "read", "count"),
+    [
+        ('{"score": self.head(x), "body": x}', 'logits["score"].sigmoid()', 1),
+        ("dict(score=self.head(x))", 'logits["score"]', 1),
+        ("(self.head(x), x)", "logits[0]", 1),
+        ("(x, self.head(x))", "logits[-1].flatten()", 1),
+        ("self.head(x)", "logits[0]", 1),
+        ('{"score": self.head(x), "body": x}', 'logits["body"]', 0),
+        ('{"score": self.head(x)}', 'logits["score"].float()', 0),
+        ("(self.head(x), x)", "logits[1]", 0),
+        ('{"score": self.head(x).float()}', 'logits["score"]', 0),
+    ],
+)
+def test_an_output_under_a_key_has_the_format_of_its_layer(out, read, count):
+    """A model may return several tensors in a dictionary or a tuple."""
+    assert len(findings(net(out=out, probs=read), "HS158")) == count
+
+
+@pytest.mark.parametrize(
     ("line", "count"),
     [
         ("y = torch.inverse(a @ b)", 1),

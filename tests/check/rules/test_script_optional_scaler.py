@@ -204,3 +204,40 @@ class Trainer:
 def test_a_test_of_the_device_that_every_device_of_the_file_passes_is_no_condition(device, expected):
     """With a device that is "cuda" or "cpu", `device_type in ("cuda", "cpu")` holds in every run."""
     assert ("HS176" in reported(DEVICES.format(device=device))) == expected
+
+
+CLASS_DEFAULT = """\
+import torch
+
+class Fitter:
+    scaler = None
+
+    def __init__(self, cfg, model, optimizer):
+        self.cfg, self.model, self.optimizer = cfg, model, optimizer
+        if cfg.fp16:
+            self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=self.cfg.fp16):
+            loss = self.model(x)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def save(self):
+        return self.scaler.state_dict() if self.scaler is not None else None
+
+fitter = Fitter(cfg, model, optimizer)
+for x in loader:
+    fitter.step(x)
+fitter.save()
+"""
+
+
+def test_a_default_in_the_class_is_a_value_of_the_attribute():
+    """`scaler = None` in the body of a class is what a test of `self.scaler` asks about."""
+    assert "HS176" not in reported(CLASS_DEFAULT)

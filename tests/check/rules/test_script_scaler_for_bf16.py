@@ -214,3 +214,23 @@ def test_a_scaler_on_cuda_that_may_be_for_float16(options):
     """With float16 among the dtypes, or a flag of its own, nothing is known."""
     text = PASSED.format(**{"low": "bfloat16", "enabled": ON_CUDA, **options})
     assert findings(text, "HS120") == []
+
+
+@pytest.mark.parametrize(
+    ("table", "is_reported"),
+    [
+        ("{'cuda': torch.float16, 'cpu': torch.bfloat16}[device.type]", False),
+        ("{'cuda': torch.float16, 'mps': torch.float16}.get(device.type, torch.bfloat16)", False),
+        ("{'cuda': torch.bfloat16, 'cpu': torch.bfloat16}[device.type]", True),
+        ("{'cuda': torch.float16, 'bf16': torch.bfloat16}[args.precision]", True),
+    ],
+)
+def test_a_table_by_devices_says_what_cuda_computes_in(table, is_reported):
+    """bfloat16 for other devices needs no other scaler, as one for CUDA is off there."""
+    text = FLAG.format(enabled="True", dtype="dtype", before=f"dtype = {table}").replace(
+        "self.device.type", "device.type"
+    )
+    text = text.replace(
+        "class Trainer", "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nclass Trainer"
+    )
+    assert bool(findings(text, "HS120")) is is_reported

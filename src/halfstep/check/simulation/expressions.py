@@ -18,6 +18,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Test,
     Unknown,
+    is_module,
     is_plain,
     unknown,
 )
@@ -80,7 +81,7 @@ class Expressions(Decisions):
             member = base.lookup(name)
             return unknown(f"{base.node.name}.{name}") if member is ... else member
         if isinstance(base, str) and name == "type":  # of a device
-            return base.partition(":")[0]
+            return str(base).partition(":")[0]
         if isinstance(base, Unknown):
             return unknown(base.key if name == "module" else f"{base.key}.{name}")
         if isinstance(base, Tensor):
@@ -101,6 +102,8 @@ class Expressions(Decisions):
             return member
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             self._miss(base, name, node)
+        if is_module(base.cls) and not base.is_built:  # a part of a model
+            return unknown(f"{base.key}.{name}")
         return unknown(f"{base.cls.node.name}.{name}")
 
     def _miss(self, base: Instance, name: str, node: ast.Attribute) -> None:
@@ -120,6 +123,8 @@ class Expressions(Decisions):
         index = self.value(node.slice, env)
         if isinstance(base, dict | list | tuple | str):
             return self.element(base, index)
+        if isinstance(base, Class) and isinstance(index, str):  # of an enum
+            return self.attribute(base, index, node)
         if isinstance(base, Unknown) and is_plain(index):
             name = index if isinstance(index, str) else repr(index)
             return unknown(f"{base.key}.{name}")
@@ -127,7 +132,9 @@ class Expressions(Decisions):
 
     def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
         """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""
-        if is_plain(index) or (isinstance(base, dict) and isinstance(index, Unknown | Library) and index in base):
+        if is_plain(index) or (
+            isinstance(base, dict) and isinstance(index, Unknown | Library | Instance) and index in base
+        ):
             try:
                 return base[index]
             except (LookupError, TypeError):
@@ -156,12 +163,21 @@ class Expressions(Decisions):
             key = self.value(key_node, env) if key_node is not None else None
             if key_node is None and isinstance(value, dict):
                 table |= value
-            elif isinstance(key, str | int | float | bool | bytes | Library):
+            elif isinstance(key, str | int | float | bool | bytes | Library | Instance):
                 table[key] = value
         return table
 
+    def sequence(self, value: Any) -> Any:
+        """What a loop over a value runs through."""
+        return value
+
     def _value_JoinedStr(self, node: ast.JoinedStr, env: Env) -> Any:
-        return Unknown(self.path.fresh("text"))
+        inner = [p.value if isinstance(p, ast.FormattedValue) and p.format_spec is None else p for p in node.values]
+        if not all(isinstance(part, ast.Constant | ast.Name | ast.Attribute) for part in inner):
+            return Unknown(self.path.fresh("text"))
+        parts = [self.value(part, env) for part in inner]
+        known = all(isinstance(part, str | int) for part in parts)
+        return "".join(map(str, parts)) if known else Unknown(self.path.fresh("text"))
 
     def _value_Lambda(self, node: ast.Lambda, env: Env) -> Any:
         return Func(node, env)
@@ -183,7 +199,7 @@ class Expressions(Decisions):
 
     def _value_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Env) -> Any:
         first = node.generators[0]
-        source = self.value(first.iter, env)
+        source = self.sequence(self.value(first.iter, env))
         if isinstance(source, Params):
             return source
         if len(node.generators) > 1 or not isinstance(source, list | tuple):

@@ -273,6 +273,10 @@ class Gradients:
         """A scaler that is None in this run is used."""
         self._add("HS176", node, f"`{name}` can be None here, which raises AttributeError", "create it always, with `enabled=`")  # fmt: skip
 
+    def note_float32(self, scaler: Scaler, node: ast.AST) -> None:
+        """A scaler multiplies a loss that nothing computes in 16 bits."""
+        self._add("HS134", node, f"`{scaler.key}` scales this loss, but its model runs outside every autocast region: everything is computed in float32", "compute the model and the loss inside torch.autocast, or call backward on the loss itself")  # fmt: skip
+
     def missing(self, name: str, node: ast.AST, place: ast.AST) -> None:
         """A scaler is used in a run that has not created it."""
         line = getattr(place, "lineno", 0)

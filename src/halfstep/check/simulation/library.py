@@ -41,6 +41,10 @@ _WRAPPERS = (
 )
 _NO_GRAPH = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"}
 _ASKED = {"isnan", "isinf", "isfinite"}
+# What computes in 16 bits without a region.
+_OWNS = regex(
+    r"FullyShardedDataParallel$|fully_shard$|MixedPrecision|(^|\.)deepspeed\.|Accelerator$|Fabric$|(^|\.)apex\.|set_default_dtype$"
+)
 _QUERIES = regex(r"(^|\.)(is_\w+|has_\w+|get_device_capability|device_count|get_rank|get_world_size|getenv|cpu_count)$")
 
 
@@ -106,10 +110,14 @@ class Libraries(Decisions):
         """What a function or class of a library gives."""
         last = full.rpartition(".")[2]
         every = [*args, *kwargs.values()]
+        if full == "dict" and not args and "" not in kwargs:
+            return dict(kwargs)
         if ("." not in full or full == "itertools.cycle") and hasattr(self, f"_builtin_{last}"):
             return getattr(self, f"_builtin_{last}")(args, node)
         if full in ENDS:
             raise Stopped
+        if _OWNS.search(full):
+            self.has_lowered = True
         if last in {"GradScaler", "ShardedGradScaler"}:
             return self._scaler(full, args, kwargs, node)
         if last == "autocast" and full.startswith("torch"):

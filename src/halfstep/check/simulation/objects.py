@@ -12,11 +12,13 @@ from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.values import (
+    Autocast,
     Class,
     Func,
     Instance,
     Library,
     Negated,
+    NoGrad,
     Optimizer,
     Params,
     Scaler,
@@ -31,6 +33,7 @@ __all__ = ["Objects"]
 
 _AMP = regex(r"^setting |(^|[._])(amp|fp16|half|mixed|autocast|precision)\w*$")
 _DATA = regex(r"^(item|detach|cpu|numpy|tolist|argmax|max|any|all|isnan|isinf|isfinite|size|shape|float|int|type|dim)$")
+_OWN = regex(r"^\w+@\d+:\d+")  # a model of a class of the script
 _SAME_OBJECT = {
     "to", "cuda", "train", "eval", "float", "half", "double", "bfloat16", "requires_grad_", "module", "share_memory", "compile", "cpu",
 }  # fmt: skip
@@ -46,6 +49,7 @@ _OF_MODELS = {
     "load_state_dict",
     "modules",
 }
+_LOWERS = {"half", "bfloat16", "to"}
 _PARAMETERS = {"parameters", "named_parameters", "trainable_parameters", "get_parameters"}
 
 
@@ -80,6 +84,13 @@ class Objects(Decisions):
         if name == "zero_grad" and not isinstance(base, Optimizer | Instance | Unknown):
             self.gradients.clear(None)
             return None
+        if name in _LOWERS and (name != "to" or any(isinstance(a, Library) for a in [*args, *kwargs.values()])):
+            self.has_lowered = True
+        if isinstance(base, Autocast | NoGrad) and name == "__enter__":
+            self.opened.append(base)
+            return None
+        if name == "enter_context" and args and isinstance(args[0], Autocast | NoGrad):
+            self.opened.append(args[0])
         if isinstance(base, Scaler):
             return self.call_scaler(base, name, args, kwargs, node)
         if isinstance(base, Optimizer):
@@ -181,6 +192,8 @@ class Objects(Decisions):
         if name == "is_enabled":
             return scaler.enabled
         if name == "scale":
+            if is_on and isinstance(passed, Tensor):
+                self._note_float32(scaler, passed, node)
             return self._scaled(scaler, passed, is_on=is_on)
         if name == "unscale_" and is_on and isinstance(passed, Optimizer):
             self.gradients.unscale(scaler, passed, node)
@@ -215,6 +228,15 @@ class Objects(Decisions):
             return tensor
         # Whether the region is on then is another setting's answer.
         return dataclasses.replace(tensor, formats=tensor.formats | {""})
+
+    def _note_float32(self, scaler: Scaler, loss: Tensor, node: ast.Call) -> None:
+        """A loss that models of the script have computed outside every region, in a run that has asked for no format."""
+        is_known = scaler.enabled is True and scaler.node is not None and not self.has_lowered and not loss.formats
+        if not is_known or loss.models is None or not any(map(_OWN.search, loss.models)):
+            return
+        names = {key.partition("@")[0] for key in loss.models if not key.startswith("batch#")}
+        if names <= self.relevance.classes and not any(_AMP.search(question) for question in self.path.answers):
+            self.gradients.note_float32(scaler, node)
 
     def _is_always_half(self, region: ast.AST | None, scaler: Scaler) -> bool:
         """Whether a float16 region is on whatever a setting is, in a run where nothing else was asked about precision."""

@@ -89,11 +89,12 @@ class Operators(Decisions):
         if len(node.ops) > 1:
             return Unknown(self.path.fresh("comparison"))
         if isinstance(sign, ast.In | ast.NotIn):
-            result = self._contains(right, left)
+            result = self.contains(right, left)
             return Negated(result) if isinstance(sign, ast.NotIn) else result
-        return self._compared(left, sign, right)
+        return self.compared(left, sign, right)
 
-    def _compared(self, left: Any, sign: ast.cmpop, right: Any) -> Any:
+    def compared(self, left: Any, sign: ast.cmpop, right: Any) -> Any:
+        """The outcome of a comparison."""
         if is_plain(left) and is_plain(right):
             try:
                 return _OPERATORS[type(sign)](left, right)
@@ -129,7 +130,8 @@ class Operators(Decisions):
             return isinstance(sign, ast.IsNot | ast.NotEq)  # an object of ours is not None
         return Unknown(self.path.fresh("comparison"))
 
-    def _contains(self, container: Any, item: Any) -> Any:
+    def contains(self, container: Any, item: Any) -> Any:
+        """Whether something is in a container."""
         if is_plain(container) and is_plain(item):
             try:
                 return item in container

@@ -21,6 +21,7 @@ MAX_RUN_STEPS = 20_000
 # What may change what happens to gradients; what decides the format comes first.
 PRECISION = regex(r"amp|fp16|bf16|half|precision|scaler|clip|accum|(?<!requires_)grad|cuda|dtype|finite|nan|inf|%")
 _FORMAT = regex(r"amp\b|use_amp|fp16|bf16|half|float16|precision|scaler|dtype|autocast")
+_HARDWARE = regex(r"is_(bf16|bfloat16|fp16)\w*_supported")
 
 
 class Exhausted(Exception):
@@ -58,6 +59,10 @@ class Path:
         """A key that nothing else has."""
         self._counter += 1
         return f"{name}#{self._counter}"
+
+    def has_guessed_format(self) -> bool:
+        """Whether something unknown that this run decided on is about a format, or whether there is a scaler."""
+        return any(_FORMAT.search(question) and not _HARDWARE.search(question) for question, _, _ in self.taken)
 
     def step(self) -> None:
         """Count a statement or expression."""

@@ -98,6 +98,7 @@ class Relevance:
             nodes += children
         calls = [node for node in nodes if isinstance(node, ast.Call)]
         definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         self._last_statements = {definition.body[-1] for definition in definitions}
         self.clears = any(map(_clears, attributes))

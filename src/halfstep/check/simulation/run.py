@@ -45,6 +45,10 @@ class Run:
         self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
         self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
+        self.opened: list[
+            Autocast | NoGrad
+        ] = []  # by calls of `__enter__`, in the `__enter__` of a class of the script
+        self.has_lowered = False  # weights, or anything else, were converted by the script itself
         self.loops: list[bool] = []  # those that run, and whether they train
         self.active: list[ast.AST] = []  # functions that run
         self.sites: list[ast.AST] = []  # their calls

@@ -115,7 +115,9 @@ class Statements(Assignments):
         self.assign(node.target, self.value(binary, env), env)
 
     def _run_If(self, node: ast.If, env: Env) -> None:
-        if not self.relevance.matters(node):  # both branches: each may fill a list of parameters
+        if not self.relevance.matters(node) and not self.knows(
+            node.test, env
+        ):  # both branches: each may fill a list of parameters
             self.run([*node.body, *node.orelse], env)
             for name in self.relevance.assigned(node):
                 self.assign_key(env, name, Unknown(self.path.fresh(name)))
@@ -141,6 +143,10 @@ class Statements(Assignments):
             else node.orelse,
             env,
         )
+
+    def knows(self, test: ast.expr, env: Env) -> bool:
+        """Whether a test that nothing in the training depends on has a value in this run."""
+        return False
 
     def _tested(self, node: ast.If, is_rejecting: bool, env: Env) -> Any:
         """The value of a test; one that would reject what a run has counted or collected is false, as its loops are short."""
@@ -253,6 +259,10 @@ class Statements(Assignments):
                 self.regions.append(context)
             elif isinstance(context, Entered):
                 self.regions += context.regions
+            elif isinstance(context, Instance) and isinstance(context.cls.lookup("__enter__"), Func):
+                self.opened.clear()
+                self.call(self.attribute(context, "__enter__", item), [], {}, item)
+                self.regions += self.opened
             elif self.may_cast(context, item.context_expr):
                 self.regions.append(Autocast("", True, item.context_expr))
             if item.optional_vars is not None:

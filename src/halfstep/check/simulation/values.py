@@ -218,6 +218,7 @@ class Autocast:
     dtype: str
     enabled: Any
     node: ast.AST
+    device: str = ""  # "cuda", or "" if that is not known
 
 
 @dataclass(frozen=True)

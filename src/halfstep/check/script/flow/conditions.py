@@ -75,7 +75,12 @@ class Conditions:
         if all(isinstance(b.value, ast.Constant) and b.value.value is None for b in bindings):
             return not guards[0].is_true
         made = (isinstance(b.value, ast.Call) and make_scaler(self.outline, b.value, b.function) for b in bindings)
-        return guards[0].is_true if all(made) else None
+        return guards[0].is_true if all(made) and not self._has_default(key) else None
+
+    def _has_default(self, key: str) -> bool:
+        """Whether a class has a value for an attribute where no object has assigned it: `scaler = None` in its body."""
+        own = self.outline.bindings.get(key.rsplit(".", 1)[-1], ()) if "." in key else ()
+        return any(isinstance(self.outline.parents.get(b.node), ast.ClassDef) for b in own)
 
     def _joined(self, test: ast.BoolOp) -> str:
         """The text of `a or b`, its parts written like those of single guards where each of them is one."""

@@ -39,8 +39,10 @@ _NONE: frozenset[str] = frozenset()
 def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> frozenset[str]:
     """The formats that a value may have where it stands, all of them 16-bit; empty if the text does not decide it."""
     outline = script.outline
+    entry: object = ...  # what is read of the outputs of a model
     for _ in range(MAX_STEPS):
         if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in {"T", "mT", "data"}):
+            entry = constant(node.slice) if isinstance(node, ast.Subscript) else entry
             node = node.value
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return region_formats(script, node, function)
@@ -70,9 +72,11 @@ def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> fro
                 inner = argument(node, 0, "input") if is_torch else getattr(node.func, "value", None)
                 if inner is None:
                     return _NONE
-                node = inner
+                node, entry = inner, ...
             else:
-                return region_formats(script, node, function) if _ends_in_layer(script, node, function) else _NONE
+                return (
+                    region_formats(script, node, function) if _ends_in_layer(script, node, function, entry) else _NONE
+                )
         else:
             return _NONE
     return _NONE
@@ -166,24 +170,24 @@ def region_formats(script: Script, node: ast.AST, function: Function) -> frozens
     return _NONE
 
 
-def _ends_in_layer(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether a call runs a model whose forward returns what a linear layer or a convolution computes."""
+def _ends_in_layer(script: Script, call: ast.Call, function: Function, entry: object) -> bool:
+    """Whether a call runs a model whose forward returns what a linear layer or a convolution computes, or does so for an entry."""
     if not key_of(call.func) or script.outline.names.full(call.func):
         return False
     creations = script.training.model(call.func, function).creations
-    return bool(creations) and all(_returns_layer(script, creation) for creation in creations)
+    return bool(creations) and all(_returns_layer(script, creation, entry) for creation in creations)
 
 
-def _returns_layer(script: Script, creation: Creation) -> bool:
+def _returns_layer(script: Script, creation: Creation, entry: object) -> bool:
     outline = script.outline
     full = outline.names.full(creation.node.func)
     if full in _LAYERS or full.startswith("torchvision.models."):
         return True
     classes = created_classes(outline, creation.node)
-    return bool(classes) and all(_last_layer(outline, name) for name in classes)
+    return bool(classes) and all(_last_layer(outline, name, entry) for name in classes)
 
 
-def _last_layer(outline: Outline, name: str) -> bool:
+def _last_layer(outline: Outline, name: str, entry: object) -> bool:
     """Whether the forward of a class of this file returns `self.layer(...)`, a layer that autocast lowers."""
     methods = outline.classes.get(name, {})
     forward, init = methods.get("forward"), methods.get("__init__")
@@ -196,13 +200,25 @@ def _last_layer(outline: Outline, name: str) -> bool:
         if isinstance(node, ast.Assign)
         for target in node.targets
     }
-    for value in (_unshaped(_assigned_once(forward, value)) for value in map(_unshaped, returns)):
+    values = [_entry(_assigned_once(forward, value), entry) for value in map(_unshaped, returns)]
+    for value in (_unshaped(_assigned_once(forward, _unshaped(value))) for value in values):
         layer = made.get(key_of(value.func)) if isinstance(value, ast.Call) else None
         if isinstance(layer, ast.Call) and outline.names.full(layer.func) == "torch.nn.Sequential" and layer.args:
             layer = layer.args[-1]
         if not isinstance(layer, ast.Call) or outline.names.full(layer.func) not in _LAYERS:
             return False
     return bool(returns)
+
+
+def _entry(value: ast.expr, entry: object) -> ast.expr:
+    """What a model returns under a key, or at a position; a tensor as it is."""
+    if isinstance(value, ast.Dict):
+        pairs = zip(value.keys, value.values, strict=True)
+        return next((part for key, part in pairs if key is not None and constant(key) == entry), value)
+    if isinstance(value, ast.Call) and key_of(value.func) == "dict":
+        return next((keyword.value for keyword in value.keywords if keyword.arg == entry), value)
+    is_part = isinstance(value, ast.Tuple) and type(entry) is int and -len(value.elts) <= entry < len(value.elts)
+    return value.elts[entry] if is_part else value  # type: ignore[attr-defined, index]
 
 
 def _assigned_once(function: Function, value: ast.expr) -> ast.expr:

@@ -35,6 +35,7 @@ __all__ = [
 
 # Where it is false there is no CUDA, and a scaler for CUDA disables itself.
 _ON_CUDA = regex(r"^([\w.]+|str\([\w.]+\)) == 'cuda'$|^torch\.cuda\.is_available\(\)$|^[\w.]+\.startswith\('cuda'\)$")
+_DEVICE = regex(r"dev(ice)?(_?type)?(\.type)?\)?$")
 _BF16 = regex(r"bf(loat)?_?16|bfloat", re.IGNORECASE)
 _FLOAT16 = regex(r"(?<!b)(float16|fp16)", re.IGNORECASE)
 _EITHER = regex(
@@ -194,6 +195,8 @@ def only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: se
     """Whether a region computes in bfloat16 only without CUDA, `float16 if device == "cuda" else bfloat16`, where the scaler is off."""
     outline, node, function = script.outline, region.dtype_node, region.function
     values = (outline.values(key_of(node), function) or [node]) if node is not None else []
+    if values and all(_is_for_cpu(script, value, function) for value in values):
+        return True
     low = [v for v in values if not isinstance(v, ast.IfExp) and names_bf16(script, v)]
     if low and all(is_without_cuda(script, v, function) for v in low):
         # `if device == "cuda": dtype = float16`, `else: dtype = bfloat16`
@@ -205,6 +208,25 @@ def only_off_cuda(script: Script, region: Autocast, scaler: Scaler, switches: se
     is_cuda = scaler.api == "torch.cuda.amp.GradScaler" or device == "cuda" or not scaler.node.args
     tested = {part for switch in switches for part in switch.split(" and ")}
     return all(_ON_CUDA.search(test) and (is_cuda or test in tested) for test in tests)
+
+
+def _is_for_cpu(script: Script, value: ast.expr, function: Function) -> bool:
+    """Whether a value is the entry of a table by devices in which CUDA has another format: `{"cuda": float16, "cpu": bfloat16}[device]`."""
+    func = value.func if isinstance(value, ast.Call) else None
+    if isinstance(func, ast.Attribute) and func.attr == "get" and isinstance(value, ast.Call) and value.args:
+        owner: ast.expr = func.value
+        entries = value.args[:1]
+    elif isinstance(value, ast.Subscript):
+        owner, entries = value.value, [value.slice]
+    else:
+        return False
+    key = key_of(owner)
+    tables = script.outline.values(key, function) or script.outline.values(last_name(key), function) if key else [owner]
+    if not _DEVICE.search(text_of(entries[0])) or not tables or not all(isinstance(t, ast.Dict) for t in tables):
+        return False
+    pairs = [p for t in tables if isinstance(t, ast.Dict) for p in zip(t.keys, t.values, strict=True)]
+    of_cuda = [entry for device, entry in pairs if constant(device) == "cuda"]
+    return bool(of_cuda) and not any(names_bf16(script, entry) for entry in of_cuda)
 
 
 def flag_texts(script: Script, flag: str, function: Function) -> set[str]:
