@@ -19,6 +19,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Unknown,
     combined,
+    has_tensor,
     is_plain,
     unknown,
 )
@@ -69,7 +70,7 @@ class Foreign(Decisions):
             return Unknown(target)
         if all(map(is_plain, every)) and _STABLE.search(name):
             return unknown(f"{key}({', '.join(map(repr, args))})")
-        if any(isinstance(a, Tensor) for a in every):
+        if has_tensor(every):
             return self.forward(key, every)
         made = Unknown(self.path.fresh(key))
         if name.isidentifier() and name[0].isupper() and not name.isupper():  # an object of a class, which is true

@@ -18,6 +18,7 @@ from halfstep.check.simulation.values import (
     Library,
     NoGrad,
     Partial,
+    Super,
     Tensor,
     Unknown,
 )
@@ -40,14 +41,16 @@ class Functions(Decisions):
         return self.call(self.value(node.func, env), args, kwargs, node)
 
     def _super(self, env: Env) -> Any:
+        """The classes after the one that defines the method, in the order of the object's own class."""
         scope: Env | None = env
-        while scope is not None:
-            owner = scope.variables.get("self")
-            if isinstance(owner, Instance):
-                bases = [b for b in owner.cls.bases if isinstance(b, Class)]
-                return (owner, bases[0]) if bases else Library("super")
+        while scope is not None and scope.method is None:
             scope = scope.parent
-        return Library("super")
+        method = scope.method if scope is not None else None
+        if method is None or method.cls is None or not isinstance(method.owner, Instance):
+            return Library("super")
+        lineage = method.owner.cls.lineage()
+        after = lineage[lineage.index(method.cls) + 1 :] if method.cls in lineage else []
+        return Super(method.owner, tuple(after)) if after else Library("super")
 
     def _arguments(self, node: ast.Call, env: Env) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -160,7 +163,9 @@ class Functions(Decisions):
     def bind(self, function: Func, args: list[Any], kwargs: dict[str, Any]) -> Env:
         """The variables of a function at its start."""
         spec = function.node.args
-        env = Env(function.env, local=self.relevance.locals_of(function.node))
+        env = Env(
+            function.env, local=self.relevance.locals_of(function.node), method=function if function.cls else None
+        )
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         if function.owner is not None and names:
             args = [function.owner, *args]
@@ -178,7 +183,9 @@ class Functions(Decisions):
                 self.value(defaults[name], function.env) if name in defaults and not is_open else Unknown(name)
             )
         if spec.kwarg is not None:
-            env.variables[spec.kwarg.arg] = Unknown(self.path.fresh(spec.kwarg.arg))
+            is_open = None in kwargs or "" in kwargs or self.is_root(function)
+            others = {k: v for k, v in kwargs.items() if k not in known}
+            env.variables[spec.kwarg.arg] = Unknown(self.path.fresh(spec.kwarg.arg)) if is_open else others
         return env
 
     def _create(self, cls: Class, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
@@ -190,7 +197,7 @@ class Functions(Decisions):
         ):
             trains = any(self.relevance.is_acting(name) and name != "__init__" for name in cls.attributes)
             if not trains:
-                return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}")
+                return Instance(cls, f"{cls.node.name}@{self.place_of(node)}")
         return self.create(cls, args, kwargs, node)
 
 

@@ -19,6 +19,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Unknown,
     combined,
+    has_tensor,
     is_plain,
     unknown,
 )
@@ -152,12 +153,10 @@ class Libraries(Decisions):
                 return Unknown(target)
         if last in _ASKED:
             return Unknown(self.path.fresh(last))
-        if any(isinstance(a, Tensor) for a in every):
+        if has_tensor(every):
             return self.forward(full, every) if is_own else combined(*every)
         if full.startswith("torch.nn.") or last[:1].isupper():
-            return unknown(
-                self.target_of(node) or f"{last}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}"
-            )
+            return unknown(self._name_of(node, full))
         if any(isinstance(a, Unknown | Instance) for a in every) and is_own:
             return (
                 self.forward(full, every)
@@ -165,6 +164,13 @@ class Libraries(Decisions):
                 else unknown(self.target_of(node) or self.path.fresh(last))
             )
         return unknown(self.target_of(node) or self.path.fresh(last))
+
+    def _name_of(self, node: ast.AST, full: str) -> str:
+        """The key of a new object; each call of a function that creates a model gives its own."""
+        target = self.target_of(node)
+        if target and (target.startswith("self.") or not self.sites or not full.startswith("torch.nn.")):
+            return target
+        return f"{target or full.rpartition('.')[2]}@{self.place_of(node, is_own=full.startswith('torch.nn.'))}"
 
     def _scaler(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Scaler:
         is_general = full in {"torch.amp.GradScaler", "torch.GradScaler", "torch.amp.grad_scaler.GradScaler"}

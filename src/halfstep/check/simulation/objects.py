@@ -20,6 +20,7 @@ from halfstep.check.simulation.values import (
     Optimizer,
     Params,
     Scaler,
+    Super,
     Tensor,
     Test,
     Unknown,
@@ -54,10 +55,10 @@ class Objects(Decisions):
 
     def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         """What a call of a method gives."""
-        if isinstance(base, tuple) and len(base) == 2 and isinstance(base[1], Class):  # super()
-            member = base[1].lookup(name)
+        if isinstance(base, Super):
+            member = base.lookup(name)
             if isinstance(member, Func):
-                return self.call_function(Func(member.node, member.env, base[0], member.cls), args, kwargs, node)
+                return self.call_function(Func(member.node, member.env, base.owner, member.cls), args, kwargs, node)
             return Unknown(self.path.fresh(name))
         if isinstance(base, Library):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
@@ -85,7 +86,7 @@ class Objects(Decisions):
         if isinstance(base, Optimizer):
             return self.call_optimizer(base, name, args, node)
         if isinstance(base, Tensor):
-            return self._call_tensor(base, name, args, node)
+            return self._call_tensor(base, name, args, kwargs, node)
         if isinstance(base, Instance):
             return self._call_instance(base, name, args, kwargs, node)
         if isinstance(base, Unknown):
@@ -137,9 +138,10 @@ class Objects(Decisions):
         is_computed = name.startswith("forward") or any(isinstance(a, Tensor) for a in every)
         return self.forward(base.key, every) if is_computed else Unknown(self.path.fresh(name))
 
-    def _call_tensor(self, base: Tensor, name: str, args: list[Any], node: ast.Call) -> Any:
+    def _call_tensor(self, base: Tensor, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         if name == "backward":
-            self.gradients.backward(base, node)
+            reached = self.models_in(kwargs.get("inputs"))
+            self.gradients.backward(base if reached is None else dataclasses.replace(base, models=reached), node)
             return None
         if name in {"detach", "detach_"}:
             return Tensor(frozenset())  # no gradient passes, whatever it was computed in

@@ -8,6 +8,7 @@ from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.values import (
+    Func,
     Instance,
     Negated,
     Params,
@@ -169,6 +170,15 @@ class Python(Decisions):
 
     _builtin_reversed = _builtin_list
 
+    def _builtin_map(self, args: list[Any], node: ast.AST) -> Any:
+        if len(args) != 2 or not isinstance(args[0], Func | Partial | Instance):
+            return Unknown(self.path.fresh("map"))
+        if isinstance(args[1], list | tuple):
+            return [self.call(args[0], [each], {}, node) for each in args[1]]
+        if self.relevance.acts(node):
+            return [self.call(args[0], [each], {}, node) for each in self.elements(args[1], self.iterations(node))]
+        return Unknown(self.path.fresh("map"))
+
     def _builtin_filter(self, args: list[Any], node: ast.AST) -> Any:
         return args[1] if len(args) > 1 else Unknown(self.path.fresh("filter"))
 
@@ -184,8 +194,8 @@ class Python(Decisions):
     def call_native(self, base: Any, name: str, args: list[Any]) -> Any:
         """What a method of a list, dictionary or string gives."""
         if isinstance(base, list):
-            if name == "append" and args:
-                base.append(args[0])
+            if name in {"append", "insert"} and args:
+                base.insert(args[0] if len(args) > 1 and isinstance(args[0], int) else len(base), args[-1])
                 return None
             if name == "extend" and args:
                 base.extend(args[0] if isinstance(args[0], list | tuple) else args[:1])

@@ -2,6 +2,7 @@
 
 decisions    unknown conditions         -> the answers of this run
 expressions  names, attributes, tables  -> values
+comprehensions  loops in expressions   -> lists and tables
 operators    operators and comparisons  -> values
 assignments  targets                    -> variables
 statements   branches, loops, regions   -> what is run, how often
@@ -141,6 +142,10 @@ class Run:
         """What a loop over a value assigns."""
         raise NotImplementedError
 
+    def iterations(self, node: ast.AST) -> int:
+        """How often a loop over something unknown is run."""
+        raise NotImplementedError
+
     def may_cast(self, context: Any, node: ast.expr) -> bool:
         """Whether an unknown context may be an autocast region."""
         raise NotImplementedError
@@ -158,6 +163,11 @@ class Run:
     def target_of(self, node: ast.AST) -> str:
         """The variable that a call is assigned to, as the text has it."""
         return self.targets.get(node, "")
+
+    def place_of(self, node: ast.AST, *, is_own: bool = True) -> str:
+        """The place of a call, and of those of the functions around it if each of them gives an object of its own."""
+        places = [node, *(reversed(self.sites) if is_own else ())]
+        return ",".join(f"{getattr(p, 'lineno', 0)}:{getattr(p, 'col_offset', 0)}" for p in places)
 
     def is_root(self, function: Func) -> bool:
         """Whether nothing in the script calls a function."""

@@ -171,10 +171,14 @@ class Statements(Assignments):
             self.loops.pop()
         return False
 
+    def iterations(self, node: ast.AST) -> int:
+        """How often a loop over something unknown is run."""
+        if not self.relevance.trains(node):
+            return 2
+        return NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
+
     def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:
-        trains = self.relevance.trains(node)
-        limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
-        for element in self.elements(self.value(node.iter, env), limit):
+        for element in self.elements(self.value(node.iter, env), self.iterations(node)):
             self.assign(node.target, element, env)
             if self._breaks(node, env):
                 return
@@ -183,9 +187,7 @@ class Statements(Assignments):
     _run_AsyncFor = _run_For
 
     def _run_While(self, node: ast.While, env: Env) -> None:
-        trains = self.relevance.trains(node)
-        limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
-        for _ in range(limit):
+        for _ in range(self.iterations(node) if self.relevance.trains(node) else 1):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
                 break

@@ -8,6 +8,7 @@ read from it twice has the same key twice (`args.fp16`), so that a path that dec
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,12 @@ __all__ = [
     "Params",
     "Partial",
     "Scaler",
+    "Super",
     "Tensor",
     "Test",
     "Unknown",
     "combined",
+    "has_tensor",
     "is_module",
     "is_plain",
     "unknown",
@@ -89,6 +92,7 @@ class Env:
     variables: dict[str, Any] = field(default_factory=dict)
     of_parent: set[str] = field(default_factory=set)  # declared global or nonlocal
     local: frozenset[str] = frozenset()  # names that the function assigns: they have no value before
+    method: Func | None = None  # the method whose variables these are
 
 
 @dataclass(eq=False)
@@ -111,18 +115,15 @@ class Class:
 
     def lookup(self, name: str) -> Any:
         """An attribute of the class or of a base that the script has; ... if there is none."""
-        for cls in self.lineage():
-            if name in cls.attributes:
-                return cls.attributes[name]
-        return ...
+        return _found(self.lineage(), name)
 
     def lineage(self) -> list[Class]:
-        """The class and its bases in the script."""
+        """The class and its bases in the script, in the order in which Python looks for an attribute."""
         classes = [self]
         for base in self.bases:
             if isinstance(base, Class):
                 classes += base.lineage()
-        return classes
+        return [cls for index, cls in enumerate(classes) if cls not in classes[index + 1 :]]
 
     def libraries(self) -> list[Any]:
         """The bases that the script does not define."""
@@ -137,6 +138,18 @@ class Instance:
     key: str
     attributes: dict[str, Any] = field(default_factory=dict)
     is_built: bool = False  # its constructor has run
+
+
+@dataclass(frozen=True)
+class Super:
+    """What `super()` gives: an object, and the classes in which its methods are looked for."""
+
+    owner: Instance
+    classes: tuple[Class, ...]
+
+    def lookup(self, name: str) -> Any:
+        """An attribute of the classes; ... if there is none."""
+        return _found(self.classes, name)
 
 
 @dataclass(eq=False)
@@ -232,6 +245,11 @@ class NoGrad:
     """A region that records no graph."""
 
 
+def _found(classes: Iterable[Class], name: str) -> Any:
+    """The attribute of the first class that has it; ... if none has."""
+    return next((cls.attributes[name] for cls in classes if name in cls.attributes), ...)
+
+
 def is_module(cls: Class) -> bool:
     """Whether a class has no base outside the script but torch's Module."""
     libraries = cls.libraries()
@@ -251,9 +269,20 @@ def unknown(key: str) -> Unknown:
     return Unknown(f"setting {_SAME.get(last, last)}") if last in _SETTINGS else Unknown(key)
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists of them."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def has_tensor(values: Iterable[Any]) -> bool:
+    """Whether one of these values, or of the elements of a list, is a tensor."""
+    return any(isinstance(v, Tensor) for v in _flat(values))
+
+
 def combined(*values: Any) -> Tensor:
     """What an operation makes of tensors and other values."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
+    tensors = [v for v in _flat(values) if isinstance(v, Tensor)]
     models: frozenset[str] | None = frozenset()
     for tensor in tensors:
         models = None if models is None or tensor.models is None else models | tensor.models
