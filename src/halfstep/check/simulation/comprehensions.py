@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
-from halfstep.check.simulation.values import Env, Params, Tensor, Unknown, is_plain
+from halfstep.check.simulation.values import Env, Params, Suspended, Tensor, Unknown, is_plain
 
 __all__ = ["Comprehensions"]
 
@@ -74,6 +74,8 @@ class Comprehensions(Decisions):
             return list(source[:MAX_ELEMENTS]), True
         if isinstance(source, Params):
             return [source], True
+        if isinstance(source, Suspended):
+            return self.collected(source), False
         if isinstance(source, dict):
             return list(source)[:MAX_ELEMENTS], True
         if isinstance(source, Tensor):

@@ -7,7 +7,6 @@ from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.paths import Exhausted
-from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Class,
     Env,
@@ -186,10 +185,6 @@ class Expressions(Decisions):
         value = self.value(node.value, env)
         self.assign(node.target, value, env)
         return value
-
-    def _value_Yield(self, node: ast.Yield, env: Env) -> Any:
-        self.entering = list(self.regions)
-        raise Left("yield")
 
     def _value_Await(self, node: ast.Await, env: Env) -> Any:
         return self.value(node.value, env)

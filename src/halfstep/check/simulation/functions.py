@@ -6,12 +6,12 @@ import ast
 import dataclasses
 from typing import Any, TypeGuard
 
+from halfstep.check.simulation.aliases import called_name
+from halfstep.check.simulation.contexts import Left
 from halfstep.check.simulation.decisions import Decisions
-from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Autocast,
     Class,
-    Entered,
     Env,
     Func,
     Instance,
@@ -19,6 +19,7 @@ from halfstep.check.simulation.values import (
     NoGrad,
     Partial,
     Super,
+    Suspended,
     Tensor,
     Unknown,
 )
@@ -111,6 +112,17 @@ class Functions(Decisions):
             return Unknown(self.path.fresh("recursion"))
         if _is_abstract(function.node, function):
             return self.call_unknown(f"self.{function.node.name}", args, kwargs, node)
+        if self.relevance.yields(function.node):
+            is_context = any("contextmanager" in ast.unparse(d) for d in getattr(function.node, "decorator_list", ()))
+            if is_context or self.relevance.acts(function.node):
+                return Suspended(function, args, kwargs, node)
+            return Unknown(self.path.fresh(getattr(function.node, "name", "generator")))
+        return self.run_function(function, args, kwargs, node)
+
+    def run_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """Run the statements of a function."""
+        if function.node in self.active:
+            return Unknown(self.path.fresh("recursion"))
         depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
         self.sites.append(node)
@@ -118,13 +130,10 @@ class Functions(Decisions):
         try:
             if isinstance(function.node, ast.Lambda):
                 return self.value(function.node.body, env)
-            is_context = any("contextmanager" in ast.unparse(d) for d in function.node.decorator_list)
-            if self.relevance.yields(function.node) and not is_context:
-                return Unknown(self.path.fresh(function.node.name))  # its statements run later
             self._enter_decorators(function.node.decorator_list, function.env)
             self.run(function.node.body, env)
         except Left as left:
-            return Entered(tuple(self.entering[depth:])) if left.kind == "yield" else left.value
+            return left.value
         finally:
             self.active.pop()
             self.sites.pop()
@@ -133,6 +142,8 @@ class Functions(Decisions):
 
     def _enter_decorators(self, decorators: list[ast.expr], env: Env) -> None:
         for decorator in decorators:
+            if self.relevance.defines(called_name(decorator.func if isinstance(decorator, ast.Call) else decorator)):
+                continue
             region = self.value(decorator, env)
             if isinstance(region, Library):  # without parentheses
                 region = self.call(region, [], {}, decorator)
@@ -153,6 +164,8 @@ class Functions(Decisions):
             for key in instance.attributes:
                 instance.attributes[key] = Unknown(f"{name}.{key}")
             instance.attributes |= dict(zip(_fields(cls), args, strict=False)) | kwargs
+            if isinstance(after := cls.lookup("__post_init__"), Func):
+                self.call_function(Func(after.node, after.env, instance, after.cls), [], {}, node)
             return instance
         constructor = cls.lookup("__init__")
         if isinstance(constructor, Func):

@@ -54,11 +54,11 @@ class Libraries(Decisions):
 
     def has_no_graph(self) -> bool:
         """Whether this runs without a graph."""
-        return any(isinstance(region, NoGrad) for region in self.regions)
+        return any(isinstance(region, NoGrad) for region in (*self.opened, *self.regions))
 
     def format_here(self) -> tuple[frozenset[str], ast.AST | None]:
         """The format of the autocast region that this computes in, "" if it is not known, and the region."""
-        casts = [region for region in self.regions if isinstance(region, Autocast)]
+        casts = [region for region in (*self.opened, *self.regions) if isinstance(region, Autocast)]
         if not casts or not self.truth(casts[-1].enabled):
             return frozenset(), None
         return frozenset({casts[-1].dtype}), casts[-1].node

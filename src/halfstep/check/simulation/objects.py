@@ -12,11 +12,13 @@ from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.values import (
+    Autocast,
     Class,
     Func,
     Instance,
     Library,
     Negated,
+    NoGrad,
     Optimizer,
     Params,
     Scaler,
@@ -60,6 +62,11 @@ class Objects(Decisions):
             if isinstance(member, Func):
                 return self.call_function(Func(member.node, member.env, base.owner, member.cls), args, kwargs, node)
             return Unknown(self.path.fresh(name))
+        if isinstance(base, Autocast | NoGrad):
+            self._enter_or_leave(base, name)
+            return base
+        if name == "enter_context" and args:
+            return self.enter(args[0])
         if isinstance(base, Library):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
         if isinstance(base, Tensor) and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
@@ -100,6 +107,13 @@ class Objects(Decisions):
         if isinstance(base, Class | Func):
             return self.call(self.attribute(base, name, node.func), args, kwargs, node)
         return Unknown(self.path.fresh(name))
+
+    def _enter_or_leave(self, region: Autocast | NoGrad, name: str) -> None:
+        """A region that is entered without `with`."""
+        if name == "__enter__":
+            self.opened.append(region)
+        elif name == "__exit__" and region in self.opened:
+            self.opened.remove(region)
 
     def _set_requires_grad(self, base: Unknown | Instance | Params, flag: Any, func: ast.Attribute) -> None:
         """`model.requires_grad_()`, or that of a parameter in a loop."""

@@ -13,6 +13,7 @@ from halfstep.check.simulation.values import (
     Negated,
     Params,
     Partial,
+    Suspended,
     Tensor,
     Test,
     Unknown,
@@ -151,6 +152,7 @@ class Python(Decisions):
 
     def _builtin_sum(self, args: list[Any], node: ast.AST) -> Any:
         values = args[0] if args else []
+        values = self.collected(values) if isinstance(values, Suspended) else values
         if isinstance(values, list | tuple) and any(isinstance(v, Tensor) for v in values):
             return combined(*values)
         return values if isinstance(values, Params | Tensor) else Unknown(self.path.fresh("sum"))
@@ -158,13 +160,16 @@ class Python(Decisions):
     def _builtin_list(self, args: list[Any], node: ast.AST) -> Any:
         if not args:
             return []
+        if isinstance(args[0], Suspended):
+            return self.collected(args[0])
         return list(args[0]) if isinstance(args[0], list | tuple) else args[0]
 
     _builtin_tuple = _builtin_list
 
     _builtin_set = _builtin_list
 
-    _builtin_iter = _builtin_list
+    def _builtin_iter(self, args: list[Any], node: ast.AST) -> Any:
+        return args[0] if args and isinstance(args[0], Suspended) else self._builtin_list(args, node)
 
     _builtin_sorted = _builtin_list
 
@@ -183,6 +188,8 @@ class Python(Decisions):
         return args[1] if len(args) > 1 else Unknown(self.path.fresh("filter"))
 
     def _builtin_next(self, args: list[Any], node: ast.AST) -> Any:
+        if args and isinstance(args[0], Suspended) and self.relevance.trains(args[0].function.node):
+            self.gradients.lose()  # a part of it runs here
         return args[0] if args and isinstance(args[0], Params) else Unknown(self.path.fresh("batch"))
 
     def _builtin_dict(self, args: list[Any], node: ast.AST) -> Any:
@@ -224,6 +231,8 @@ class Python(Decisions):
         """What a loop over a value assigns, at most `limit` times unless the values are the script's own."""
         if isinstance(value, dict):
             value = list(value)
+        if isinstance(value, Suspended):
+            value = self.collected(value)
         if isinstance(value, list | tuple):
             yield from value[: max(limit, MAX_ELEMENTS)]
         elif isinstance(value, Params):

@@ -231,7 +231,13 @@ class Relevance:
     @_remembered
     def yields(self, function: ast.AST) -> bool:
         """Whether it is a generator."""
-        stack: list[ast.AST] = list(function.body) if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        body = function.body if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        return any(map(self.yields_in, body))
+
+    @_remembered
+    def yields_in(self, statement: ast.AST) -> bool:
+        """Whether a statement of a generator yields."""
+        stack = [statement]
         while stack:
             node = stack.pop()
             if isinstance(node, ast.Yield | ast.YieldFrom):
@@ -288,6 +294,10 @@ class Relevance:
     def is_acting(self, name: str) -> bool:
         """Whether a function of the script with this name acts."""
         return name in self._acting
+
+    def defines(self, name: str) -> bool:
+        """Whether the script has a function of this name."""
+        return name in self._functions
 
     def functions(self) -> list[ast.AST]:
         """All functions and methods that act."""

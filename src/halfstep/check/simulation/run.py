@@ -5,7 +5,8 @@ expressions  names, attributes, tables  -> values
 comprehensions  loops in expressions   -> lists and tables
 operators    operators and comparisons  -> values
 assignments  targets                    -> variables
-statements   branches, loops, regions   -> what is run, how often
+contexts     generators, `with`         -> what is run inside and between
+statements   branches, loops            -> what is run, how often
 functions    the script's functions     -> what they return
 objects      methods                    -> events of scalers, optimizers and losses
 library      torch                      -> regions, scalers, optimizers
@@ -16,14 +17,14 @@ foreign      what is not known          -> what may have happened
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from halfstep.check.simulation.bounds import Bounds
 from halfstep.check.simulation.gradients import Gradients
 from halfstep.check.simulation.paths import Path
 from halfstep.check.simulation.relevance import Relevance
-from halfstep.check.simulation.values import Autocast, Env, Func, NoGrad, Optimizer, Tensor
+from halfstep.check.simulation.values import Autocast, Env, Func, NoGrad, Optimizer, Suspended, Tensor
 
 __all__ = ["Run"]
 
@@ -45,7 +46,8 @@ class Run:
         )  # functions that this or an earlier run has called
         self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
-        self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
+        self.opened: list[Autocast | NoGrad] = []  # regions that the script has entered without `with`
+        self.consumers: list[Callable[[Any], None]] = []  # what consumes the values of generators that run
         self.loops: list[bool] = []  # those that run, and whether they train
         self.active: list[ast.AST] = []  # functions that run
         self.sites: list[ast.AST] = []  # their calls
@@ -84,6 +86,18 @@ class Run:
 
     def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """What a function of the script returns."""
+        raise NotImplementedError
+
+    def run_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """Run the statements of a function."""
+        raise NotImplementedError
+
+    def enter(self, context: Any) -> Any:
+        """Enter a context that a stack leaves later."""
+        raise NotImplementedError
+
+    def collected(self, generator: Suspended) -> list[Any]:
+        """What a generator yields."""
         raise NotImplementedError
 
     def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:

@@ -16,7 +16,6 @@ __all__ = [
     "UNKNOWN_TENSOR",
     "Autocast",
     "Class",
-    "Entered",
     "Env",
     "Func",
     "Instance",
@@ -28,6 +27,7 @@ __all__ = [
     "Partial",
     "Scaler",
     "Super",
+    "Suspended",
     "Tensor",
     "Test",
     "Unknown",
@@ -93,6 +93,7 @@ class Env:
     of_parent: set[str] = field(default_factory=set)  # declared global or nonlocal
     local: frozenset[str] = frozenset()  # names that the function assigns: they have no value before
     method: Func | None = None  # the method whose variables these are
+    functions: list[Func] = field(default_factory=list)  # defined here, before decorators replace them
 
 
 @dataclass(eq=False)
@@ -233,11 +234,14 @@ class Autocast:
     node: ast.AST
 
 
-@dataclass(frozen=True)
-class Entered:
-    """The regions that a context manager of the script's own has opened where it yields."""
+@dataclass(eq=False)
+class Suspended:
+    """A generator, or a context manager written as one, that the script has called: it runs where its values are consumed."""
 
-    regions: tuple[Any, ...]
+    function: Func
+    args: list[Any]
+    kwargs: dict[str, Any]
+    node: ast.AST
 
 
 @dataclass(frozen=True)
