@@ -83,6 +83,9 @@ class Gradients:
 
     def backward(self, loss: Tensor, node: ast.AST) -> None:
         """A backward pass."""
+        if loss.divided_twice and loss.models != frozenset():
+            name = loss.divided_twice.rpartition(".")[2]
+            self._add("HS182", node, f"this loss was divided by `{name}` twice: gradients are too small by that factor", f"divide the loss by {name} once")  # fmt: skip
         self.computed = NOTHING
         loss = dataclasses.replace(loss, models=self.frozen.reached(loss.models))
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))

@@ -10,6 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import HAS_CUDA, Decisions
 from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.gradients import Raised
+from halfstep.check.simulation.operators import divided
 from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.values import (
     Autocast,
@@ -159,6 +160,8 @@ class Objects(Decisions):
             return None
         if name in {"detach", "detach_"}:
             return Tensor(frozenset())  # no gradient passes, whatever it was computed in
+        if name in {"div", "div_", "mul", "mul_", "true_divide"} and args:
+            return divided(combined(base, *args), ast.Mult() if name.startswith("mul") else ast.Div(), args[0])
         return Unknown(self.path.fresh(name)) if _DATA.search(name) and name != "float" else combined(base, *args)
 
     def _call_unknown_method(

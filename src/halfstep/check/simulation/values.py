@@ -179,6 +179,8 @@ class Tensor:
     version: int = 0  # of that scale
     region: ast.AST | None = None  # the autocast region that computed it
     halved: frozenset[str] = frozenset()  # the models that computed in float16
+    divisors: frozenset[str] = frozenset()  # the numbers of micro-batches that have divided it
+    divided_twice: str = ""  # the one that has done so twice
 
     @property
     def half(self) -> bool | None:
@@ -294,6 +296,7 @@ def combined(*values: Any) -> Tensor:
     scaled = next((t for t in tensors if t.scaler is not None), None)
     region = next((t.region for t in tensors if t.region is not None), None)
     halved = frozenset().union(*(t.halved for t in tensors))
-    if scaled is None:
-        return Tensor(models, formats, None, 0, region, halved)
-    return Tensor(models, formats, scaled.scaler, scaled.version, region, halved)
+    divisors = frozenset().union(*(t.divisors for t in tensors))
+    twice = max((t.divided_twice for t in tensors), default="")
+    scaler, version = (None, 0) if scaled is None else (scaled.scaler, scaled.version)
+    return Tensor(models, formats, scaler, version, region, halved, divisors, twice)
