@@ -23,7 +23,7 @@ _SYMBOLS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip  # fmt: skip
-_INVERSE = regex(r"\(1(?:\.0)? / ([\w.]+)\)$")  # what a variable with `1 / accumulation_steps` has as its key
+_INVERSE = regex(r"\(1(?:\.0)? / (.+)\)$")  # what a variable with `1 / accumulation_steps` has as its key
 _ACCUMULATION = regex(r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq")
 MAX_COUNT = 16  # a larger number counts no steps of a run
 MAX_WINDOW = 4  # steps that a loop runs here
