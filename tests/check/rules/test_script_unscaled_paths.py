@@ -454,3 +454,33 @@ for x in loader:
 def test_a_loss_that_no_gradient_of_the_model_reaches(loss, expected):
     """The loss of a temperature is computed in float32 next to a model whose forward opens the region."""
     assert len(findings(FORWARDS.format(loss=loss), "HS123")) == expected
+
+
+STACK = """\
+import torch
+from contextlib import ExitStack
+def train(model, optimizer, loader, fp16=True):
+    scaler = torch.amp.GradScaler("cuda") if fp16 else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        with ExitStack() as stack:
+            {enter}
+            loss = loss_fn(model(x), y)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+_ENTER = "stack.enter_context(torch.autocast('cuda', dtype=torch.float16))"
+
+
+@pytest.mark.parametrize(
+    ("enter", "expected"),
+    [(_ENTER, 1), (f"if fp16:\n                {_ENTER}", 0), (f"if other:\n                {_ENTER}", 1)],
+)
+def test_a_stack_enters_the_region_under_a_condition(enter, expected):
+    """A region that only the setting of the scaler enters is not open without it."""
+    assert len(findings(STACK.format(enter=enter), "HS123")) == expected

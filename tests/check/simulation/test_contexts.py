@@ -179,6 +179,37 @@ def plain_step(x):
 for x in loader:
     STEPS[args.mode](x)
 """,
+    "events": """
+from collections import defaultdict
+
+class Bus:
+    def __init__(self):
+        self.handlers = defaultdict(list)
+    def on(self, event):
+        def add(function):
+            self.handlers[event].append(function)
+            return function
+        return add
+    def emit(self, event, *args):
+        for function in self.handlers[event]:
+            function(*args)
+
+bus = Bus()
+
+@bus.on("backward")
+def limit(opt):
+    {unscale}
+    {clip}
+
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    bus.emit("backward", optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "dataclass": """
 from dataclasses import dataclass
 

@@ -9,6 +9,7 @@ from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.paths import Exhausted
 from halfstep.check.simulation.values import (
     Class,
+    Defaults,
     Env,
     Func,
     Instance,
@@ -31,6 +32,9 @@ BUILTINS = {
 }  # fmt: skip  # fmt: skip
 MAX_KEYS = 8  # of a table of formats
 _WITHOUT_ATTRIBUTES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "abc.ABC"}
+
+
+_NOWHERE = ast.Pass()  # a call that the text does not have
 
 
 _HANDLERS: dict[type, Any] = {}  # methods, by the type of the node
@@ -140,6 +144,8 @@ class Expressions(Decisions):
         """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""
         if is_plain(index) or (isinstance(base, dict) and isinstance(index, Unknown | Library) and index in base):
             try:
+                if isinstance(base, Defaults) and index not in base:
+                    base[index] = self.call(base.factory, [], {}, _NOWHERE)
                 return base[index]
             except (LookupError, TypeError):
                 return Unknown(self.path.fresh("element"))

@@ -176,6 +176,7 @@ class Foreign(Decisions):
     def made_optimizer(self, name: str, models: frozenset[str] | None, node: ast.AST) -> Optimizer:
         """A new optimizer of these models."""
         made = Optimizer(self.target_of(node) or name, models, node, tuple(self.sites))
+        made.created = len(self.gradients.backwards)
         if self.target_of(node):  # the one of the fold before is gone
             old = [o for o in self.gradients.optimizers if o.node is node and o.sites == made.sites]
             self.gradients.optimizers[:] = [o for o in self.gradients.optimizers if o not in old]

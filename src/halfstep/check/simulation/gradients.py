@@ -130,7 +130,11 @@ class Gradients:
         divided = [p for p in self._parts(optimizer) or () if optimizer.stepped < p.number <= optimizer.unscaled]
         if divided and scaler.is_sure:
             self._add("HS105", node, f"gradients of `{optimizer.key}` that were divided by the scale before `{scaler.key}.update()` are divided again", "clear gradients after each step")  # fmt: skip
-        waiting = [p for p in self._parts(optimizer) or () if p.number > max(optimizer.unscaled, optimizer.stepped)]
+        waiting = [
+            p
+            for p in self._parts(optimizer) or ()
+            if p.number > max(optimizer.unscaled, optimizer.stepped, optimizer.created)
+        ]
         if scaler.is_sure and any(p.loss.scaler is scaler and p.loss.version != scaler.version for p in waiting):
             self._other_scale(scaler, node)
         self._divide(scaler, optimizer, node)

@@ -10,6 +10,7 @@ from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.relevance import ENDS
 from halfstep.check.simulation.values import (
     Autocast,
+    Defaults,
     Instance,
     Library,
     NoGrad,
@@ -109,6 +110,8 @@ class Libraries(Decisions):
         every = [*args, *kwargs.values()]
         if ("." not in full or full == "itertools.cycle") and hasattr(self, f"_builtin_{last}"):
             return getattr(self, f"_builtin_{last}")(args, node)
+        if full == "collections.defaultdict":
+            return Defaults(args[0] if args else None)
         if full in ENDS:
             raise Stopped
         if last in {"GradScaler", "ShardedGradScaler"}:

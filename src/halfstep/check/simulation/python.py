@@ -193,6 +193,8 @@ class Python(Decisions):
         return args[0] if args and isinstance(args[0], Params) else Unknown(self.path.fresh("batch"))
 
     def _builtin_dict(self, args: list[Any], node: ast.AST) -> Any:
+        if not args and not getattr(node, "keywords", ()):
+            return {}
         return dict(args[0]) if args and isinstance(args[0], dict) else Unknown(self.path.fresh("dict"))
 
     def _builtin_print(self, args: list[Any], node: ast.AST) -> Any:
@@ -213,6 +215,8 @@ class Python(Decisions):
                 return base.get(args[0], default) if is_plain(args[0]) else self.element(base, args[0])
             if name in {"items", "values", "keys"}:
                 return [*map(tuple, base.items())] if name == "items" else list(getattr(base, name)())
+            if name == "setdefault" and len(args) == 2 and is_plain(args[0]) and not isinstance(args[0], list):
+                return base.setdefault(args[0], args[1])
             if name == "update" and args and isinstance(args[0], dict):
                 base.update(args[0])
                 return None

@@ -16,6 +16,7 @@ __all__ = [
     "UNKNOWN_TENSOR",
     "Autocast",
     "Class",
+    "Defaults",
     "Env",
     "Func",
     "Instance",
@@ -153,6 +154,14 @@ class Super:
         return _found(self.classes, name)
 
 
+class Defaults(dict[Any, Any]):
+    """A `defaultdict`, and what it calls for a new key."""
+
+    def __init__(self, factory: Any) -> None:
+        super().__init__()
+        self.factory = factory
+
+
 @dataclass(eq=False)
 class Partial:
     """A function with some of its arguments."""
@@ -215,6 +224,7 @@ class Optimizer:
     node: ast.AST | None = None
     sites: tuple[ast.AST, ...] = ()  # the calls around its creation
     is_of_all: bool = True  # its models are all that it may have; not those that a function got which creates it
+    created: int = 0  # the number of backward passes before it was created
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     cleared_perhaps: int = 0  # the same, for models that may be its own under another name
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
