@@ -56,6 +56,24 @@ def test_other_raises_are_accepted(test):
     assert "HS175" not in reported(LOOP.format(options="", dtype="float16", test=test))
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "if not scaler.is_enabled() and not torch.isfinite(norm): raise RuntimeError('diverged')",
+        "if not torch.isfinite(norm) and not scaler.is_enabled(): raise RuntimeError('diverged')",
+        "if not scaler.is_enabled():\n        if torch.isnan(norm): raise RuntimeError('diverged')",
+        "if scaler.is_enabled():\n        log(norm)\n    elif torch.isnan(norm):\n        raise RuntimeError('diverged')",
+        "if not use_amp and torch.isnan(norm): raise RuntimeError('diverged')",
+    ],
+)
+def test_a_raise_without_the_scaler_is_accepted(test):
+    """Where the scaler is disabled no overflow is normal; with it, the same test ends the run."""
+    assert "HS175" not in reported(LOOP.format(options=", enabled=use_amp", dtype="float16", test=test))
+    turned = test.replace("not scaler.is_enabled()", "scaler.is_enabled()").replace("not use_amp", "use_amp")
+    turned = turned.replace("if scaler.is_enabled():\n        log", "if not scaler.is_enabled():\n        log")
+    assert "HS175" in reported(LOOP.format(options=", enabled=use_amp", dtype="float16", test=turned))
+
+
 def test_bfloat16_is_left_to_the_rule_on_its_scaler():
     """In bfloat16 gradients do not overflow, and the scaler is what is wrong."""
     test = "if not torch.isfinite(norm): raise RuntimeError('overflow')"

@@ -402,3 +402,85 @@ def test_a_dtype_of_a_configuration_that_is_read_from_a_dictionary(table):
     assert findings(CONFIGURED.format(table=table.replace("float16", "bfloat16")), "HS123") == []
     text = CONFIGURED.format(table=table).replace("return cls(**values)", "return values")
     assert findings(text, "HS123") == []
+
+
+FORWARDS = """\
+import torch
+from torch import nn
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(8, 1)
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            return self.layers(x)
+class Agent:
+    def __init__(self, options):
+        self.critic = Critic().cuda()
+        self.log_alpha = torch.zeros((), requires_grad=True)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], options.lr)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), options.lr)
+        self.critic_scaler = torch.amp.GradScaler("cuda")
+    def descend(self, loss, optimizer, scaler):
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    def update(self, x, goal):
+        log_alpha = self.log_alpha
+        self.descend(self.critic(x).mean(), self.critic_optimizer, self.critic_scaler)
+        q = self.critic(x)
+        {loss}
+        self.alpha_optimizer.zero_grad()
+        loss.backward()
+        self.alpha_optimizer.step()
+agent = Agent(options)
+for x in loader:
+    agent.update(x, 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("loss = (log_alpha * (q.detach() - 1)).mean()", 0),
+        ("target = q.detach().mean()\n        loss = log_alpha * target", 0),
+        ("loss = -log_alpha.exp() * goal", 0),
+        ("loss = (log_alpha * (q - 1)).mean()", 1),
+        ("target = q.mean()\n        loss = log_alpha * target", 1),
+        ("loss = self.critic(x).mean() * log_alpha", 1),
+    ],
+)
+def test_a_loss_that_no_gradient_of_the_model_reaches(loss, expected):
+    """The loss of a temperature is computed in float32 next to a model whose forward opens the region."""
+    assert len(findings(FORWARDS.format(loss=loss), "HS123")) == expected
+
+
+STACK = """\
+import torch
+from contextlib import ExitStack
+def train(model, optimizer, loader, fp16=True):
+    scaler = torch.amp.GradScaler("cuda") if fp16 else None
+    for x, y in loader:
+        optimizer.zero_grad()
+        with ExitStack() as stack:
+            {enter}
+            loss = loss_fn(model(x), y)
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+"""
+_ENTER = "stack.enter_context(torch.autocast('cuda', dtype=torch.float16))"
+
+
+@pytest.mark.parametrize(
+    ("enter", "expected"),
+    [(_ENTER, 1), (f"if fp16:\n                {_ENTER}", 0), (f"if other:\n                {_ENTER}", 1)],
+)
+def test_a_stack_enters_the_region_under_a_condition(enter, expected):
+    """A region that only the setting of the scaler enters is not open without it."""
+    assert len(findings(STACK.format(enter=enter), "HS123")) == expected

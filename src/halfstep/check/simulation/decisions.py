@@ -36,7 +36,7 @@ class Decisions(Run):
         if isinstance(value, Test):
             return self._decide_test(value, default, is_firm=is_firm)
         if isinstance(value, Unknown | Tensor):
-            key = value.key if isinstance(value, Unknown) else self._key_of(value)
+            key = value.key if isinstance(value, Unknown) else self.key_of(value)
             if self.path.answers.get(f"{key} is None") == 0:
                 return False
             expected = 0 if key == HAS_CUDA else 1 if _RARE.search(key) and not is_firm else default
@@ -51,7 +51,7 @@ class Decisions(Run):
             return bool(value)
         return True
 
-    def _key_of(self, value: Tensor) -> str:
+    def key_of(self, value: Tensor) -> str:
         """The question about a tensor, the same one for the same object: what another file's function gave may be a flag."""
         if id(value) not in self.asked:
             self.asked[id(value)] = (value, self.path.fresh("tensor"))

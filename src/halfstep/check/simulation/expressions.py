@@ -7,14 +7,15 @@ from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.paths import Exhausted
-from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Class,
+    Defaults,
     Env,
     Func,
     Instance,
     Library,
     Params,
+    Super,
     Tensor,
     Test,
     Unknown,
@@ -32,6 +33,9 @@ BUILTINS = {
 }  # fmt: skip  # fmt: skip
 MAX_KEYS = 8  # of a table of formats
 _WITHOUT_ATTRIBUTES = {"object", "torch.nn.Module", "torch.nn.modules.module.Module", "abc.ABC"}
+
+
+_NOWHERE = ast.Pass()  # a call that the text does not have
 
 
 _HANDLERS: dict[type, Any] = {}  # methods, by the type of the node
@@ -77,34 +81,45 @@ class Expressions(Decisions):
             return Library(f"{base.full}.{name}")
         if isinstance(base, Instance):
             return self._of_instance(base, name, node)
+        if isinstance(base, Super):
+            return self._bound(base.lookup(name), base.owner, node)
         if isinstance(base, Class):
             member = base.lookup(name)
+            if isinstance(member, Func) and "classmethod" in _decorators(member):
+                return Func(member.node, member.env, base, member.cls)
             return unknown(f"{base.node.name}.{name}") if member is ... else member
         if isinstance(base, str) and name == "type":  # of a device
             return str(base).partition(":")[0]
         if isinstance(base, Unknown):
             return unknown(base.key if name == "module" else f"{base.key}.{name}")
         if isinstance(base, Tensor):
-            return base if name in {"loss", "data", "logits", "T"} else Unknown(self.path.fresh(name))
+            if name in {"loss", "data", "logits", "T"}:
+                return base
+            # What another file's function gave may be an object with settings, which stay as they are.
+            return Unknown(self.path.fresh(name) if name == "grad" else f"{self.key_of(base)}.{name}")
         return Unknown(self.path.fresh(name))
 
     def _of_instance(self, base: Instance, name: str, node: ast.AST) -> Any:
         if name in base.attributes:
             return base.attributes[name]
         member = base.cls.lookup(name)
-        if isinstance(member, Func):
-            names = {ast.unparse(d).rpartition(".")[2] for d in getattr(member.node, "decorator_list", ())}
-            if "staticmethod" in names:
-                return member
-            bound = Func(member.node, member.env, base.cls if "classmethod" in names else base, member.cls)
-            return self.call(bound, [], {}, node) if names & {"property", "cached_property"} else bound
         if member is not ...:
-            return member
+            return self._bound(member, base, node)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             self._miss(base, name, node)
         if is_module(base.cls) and not base.is_built:  # a part of a model
             return unknown(f"{base.key}.{name}")
         return unknown(f"{base.cls.node.name}.{name}")
+
+    def _bound(self, member: Any, owner: Instance, node: ast.AST) -> Any:
+        """What an attribute of a class is for an object of it."""
+        if not isinstance(member, Func):
+            return Unknown(self.path.fresh("attribute")) if member is ... else member
+        names = _decorators(member)
+        if "staticmethod" in names:
+            return member
+        bound = Func(member.node, member.env, owner.cls if "classmethod" in names else owner, member.cls)
+        return self.call(bound, [], {}, node) if names & {"property", "cached_property"} else bound
 
     def _miss(self, base: Instance, name: str, node: ast.Attribute) -> None:
         """An attribute that this run has not assigned: an error if only other runs create a scaler there."""
@@ -136,6 +151,8 @@ class Expressions(Decisions):
             isinstance(base, dict) and isinstance(index, Unknown | Library | Instance) and index in base
         ):
             try:
+                if isinstance(base, Defaults) and index not in base:
+                    base[index] = self.call(base.factory, [], {}, _NOWHERE)
                 return base[index]
             except (LookupError, TypeError):
                 return Unknown(self.path.fresh("element"))
@@ -167,17 +184,12 @@ class Expressions(Decisions):
                 table[key] = value
         return table
 
-    def sequence(self, value: Any) -> Any:
-        """What a loop over a value runs through."""
-        return value
-
     def _value_JoinedStr(self, node: ast.JoinedStr, env: Env) -> Any:
-        inner = [p.value if isinstance(p, ast.FormattedValue) and p.format_spec is None else p for p in node.values]
-        if not all(isinstance(part, ast.Constant | ast.Name | ast.Attribute) for part in inner):
-            return Unknown(self.path.fresh("text"))
-        parts = [self.value(part, env) for part in inner]
-        known = all(isinstance(part, str | int) for part in parts)
-        return "".join(map(str, parts)) if known else Unknown(self.path.fresh("text"))
+        parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p, env) for p in node.values]
+        is_known = all(isinstance(p, str | int) for p in parts) and not any(
+            isinstance(p, ast.FormattedValue) and p.format_spec for p in node.values
+        )
+        return "".join(map(str, parts)) if is_known else Unknown(self.path.fresh("text"))
 
     def _value_Lambda(self, node: ast.Lambda, env: Env) -> Any:
         return Func(node, env)
@@ -187,33 +199,13 @@ class Expressions(Decisions):
         self.assign(node.target, value, env)
         return value
 
-    def _value_Yield(self, node: ast.Yield, env: Env) -> Any:
-        self.entering = list(self.regions)
-        raise Left("yield")
-
     def _value_Await(self, node: ast.Await, env: Env) -> Any:
         return self.value(node.value, env)
 
     def _value_IfExp(self, node: ast.IfExp, env: Env) -> Any:
         return self.value(node.body if self.truth(self.value(node.test, env)) else node.orelse, env)
 
-    def _value_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Env) -> Any:
-        first = node.generators[0]
-        source = self.sequence(self.value(first.iter, env))
-        if isinstance(source, Params):
-            return source
-        if len(node.generators) > 1 or not isinstance(source, list | tuple):
-            inner = [source] if isinstance(source, Unknown) else []
-            return Unknown(f"each of {inner[0].key}") if inner else Unknown(self.path.fresh("list"))
-        results = []
-        for element in source[:8]:
-            scope = Env(env)
-            self.assign(first.target, element, scope)
-            tests = [self.value(test, scope) for test in first.ifs]
-            if all(self.truth(test) for test in tests):
-                results.append(self.value(node.elt, scope))
-        return results
 
-    _value_GeneratorExp = _value_ListComp
-
-    _value_SetComp = _value_ListComp
+def _decorators(function: Func) -> set[str]:
+    """The last names of a function's decorators."""
+    return {ast.unparse(d).rpartition(".")[2] for d in getattr(function.node, "decorator_list", ())}

@@ -19,6 +19,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Unknown,
     combined,
+    has_tensor,
     is_plain,
     unknown,
 )
@@ -69,7 +70,7 @@ class Foreign(Decisions):
             return Unknown(target)
         if all(map(is_plain, every)) and _STABLE.search(name):
             return unknown(f"{key}({', '.join(map(repr, args))})")
-        if any(isinstance(a, Tensor) for a in every):
+        if has_tensor(every):
             return self.forward(key, every)
         made = Unknown(self.path.fresh(key))
         if name.isidentifier() and name[0].isupper() and not name.isupper():  # an object of a class, which is true
@@ -175,6 +176,7 @@ class Foreign(Decisions):
     def made_optimizer(self, name: str, models: frozenset[str] | None, node: ast.AST) -> Optimizer:
         """A new optimizer of these models."""
         made = Optimizer(self.target_of(node) or name, models, node, tuple(self.sites))
+        made.created = len(self.gradients.backwards)
         if self.target_of(node):  # the one of the fold before is gone
             old = [o for o in self.gradients.optimizers if o.node is node and o.sites == made.sites]
             self.gradients.optimizers[:] = [o for o in self.gradients.optimizers if o not in old]

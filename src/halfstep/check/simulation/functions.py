@@ -6,18 +6,20 @@ import ast
 import dataclasses
 from typing import Any, TypeGuard
 
+from halfstep.check.simulation.aliases import called_name
+from halfstep.check.simulation.contexts import Left
 from halfstep.check.simulation.decisions import Decisions
-from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.values import (
     Autocast,
     Class,
-    Entered,
     Env,
     Func,
     Instance,
     Library,
     NoGrad,
     Partial,
+    Super,
+    Suspended,
     Tensor,
     Unknown,
 )
@@ -40,14 +42,16 @@ class Functions(Decisions):
         return self.call(self.value(node.func, env), args, kwargs, node)
 
     def _super(self, env: Env) -> Any:
+        """The classes after the one that defines the method, in the order of the object's own class."""
         scope: Env | None = env
-        while scope is not None:
-            owner = scope.variables.get("self")
-            if isinstance(owner, Instance):
-                bases = [b for b in owner.cls.bases if isinstance(b, Class)]
-                return (owner, bases[0]) if bases else Library("super")
+        while scope is not None and scope.method is None:
             scope = scope.parent
-        return Library("super")
+        method = scope.method if scope is not None else None
+        if method is None or method.cls is None or not isinstance(method.owner, Instance):
+            return Library("super")
+        lineage = method.owner.cls.lineage()
+        after = lineage[lineage.index(method.cls) + 1 :] if method.cls in lineage else []
+        return Super(method.owner, tuple(after)) if after else Library("super")
 
     def _arguments(self, node: ast.Call, env: Env) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -108,6 +112,17 @@ class Functions(Decisions):
             return Unknown(self.path.fresh("recursion"))
         if _is_abstract(function.node, function):
             return self.call_unknown(f"self.{function.node.name}", args, kwargs, node)
+        if self.relevance.yields(function.node):
+            is_context = any("contextmanager" in ast.unparse(d) for d in getattr(function.node, "decorator_list", ()))
+            if is_context or self.relevance.acts(function.node):
+                return Suspended(function, args, kwargs, node)
+            return Unknown(self.path.fresh(getattr(function.node, "name", "generator")))
+        return self.run_function(function, args, kwargs, node)
+
+    def run_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """Run the statements of a function."""
+        if function.node in self.active:
+            return Unknown(self.path.fresh("recursion"))
         depth, env = len(self.regions), self.bind(function, args, kwargs)
         self.active.append(function.node)
         self.sites.append(node)
@@ -115,13 +130,10 @@ class Functions(Decisions):
         try:
             if isinstance(function.node, ast.Lambda):
                 return self.value(function.node.body, env)
-            is_context = any("contextmanager" in ast.unparse(d) for d in function.node.decorator_list)
-            if self.relevance.yields(function.node) and not is_context:
-                return Unknown(self.path.fresh(function.node.name))  # its statements run later
             self._enter_decorators(function.node.decorator_list, function.env)
             self.run(function.node.body, env)
         except Left as left:
-            return Entered(tuple(self.entering[depth:])) if left.kind == "yield" else left.value
+            return left.value
         finally:
             self.active.pop()
             self.sites.pop()
@@ -130,6 +142,8 @@ class Functions(Decisions):
 
     def _enter_decorators(self, decorators: list[ast.expr], env: Env) -> None:
         for decorator in decorators:
+            if self.relevance.defines(called_name(decorator.func if isinstance(decorator, ast.Call) else decorator)):
+                continue
             region = self.value(decorator, env)
             if isinstance(region, Library):  # without parentheses
                 region = self.call(region, [], {}, decorator)
@@ -150,6 +164,8 @@ class Functions(Decisions):
             for key in instance.attributes:
                 instance.attributes[key] = Unknown(f"{name}.{key}")
             instance.attributes |= dict(zip(_fields(cls), args, strict=False)) | kwargs
+            if isinstance(after := cls.lookup("__post_init__"), Func):
+                self.call_function(Func(after.node, after.env, instance, after.cls), [], {}, node)
             return instance
         constructor = cls.lookup("__init__")
         if isinstance(constructor, Func):
@@ -160,7 +176,9 @@ class Functions(Decisions):
     def bind(self, function: Func, args: list[Any], kwargs: dict[str, Any]) -> Env:
         """The variables of a function at its start."""
         spec = function.node.args
-        env = Env(function.env, local=self.relevance.locals_of(function.node))
+        env = Env(
+            function.env, local=self.relevance.locals_of(function.node), method=function if function.cls else None
+        )
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         if function.owner is not None and names:
             args = [function.owner, *args]
@@ -178,7 +196,9 @@ class Functions(Decisions):
                 self.value(defaults[name], function.env) if name in defaults and not is_open else Unknown(name)
             )
         if spec.kwarg is not None:
-            env.variables[spec.kwarg.arg] = Unknown(self.path.fresh(spec.kwarg.arg))
+            is_open = None in kwargs or "" in kwargs or self.is_root(function)
+            others = {k: v for k, v in kwargs.items() if k not in known}
+            env.variables[spec.kwarg.arg] = Unknown(self.path.fresh(spec.kwarg.arg)) if is_open else others
         return env
 
     def _create(self, cls: Class, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
@@ -190,7 +210,7 @@ class Functions(Decisions):
         ):
             trains = any(self.relevance.is_acting(name) and name != "__init__" for name in cls.attributes)
             if not trains:
-                return Instance(cls, f"{cls.node.name}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}")
+                return Instance(cls, f"{cls.node.name}@{self.place_of(node)}")
         return self.create(cls, args, kwargs, node)
 
 

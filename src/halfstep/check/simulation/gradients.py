@@ -83,6 +83,9 @@ class Gradients:
 
     def backward(self, loss: Tensor, node: ast.AST) -> None:
         """A backward pass."""
+        if loss.divided_twice and loss.models != frozenset():
+            name = loss.divided_twice.rpartition(".")[2]
+            self._add("HS182", node, f"this loss was divided by `{name}` twice: gradients are too small by that factor", f"divide the loss by {name} once")  # fmt: skip
         self.computed = NOTHING
         loss = dataclasses.replace(loss, models=self.frozen.reached(loss.models))
         self.backwards.append(_Backward(loss, node, len(self.backwards) + 1))
@@ -127,6 +130,13 @@ class Gradients:
         divided = [p for p in self._parts(optimizer) or () if optimizer.stepped < p.number <= optimizer.unscaled]
         if divided and scaler.is_sure:
             self._add("HS105", node, f"gradients of `{optimizer.key}` that were divided by the scale before `{scaler.key}.update()` are divided again", "clear gradients after each step")  # fmt: skip
+        waiting = [
+            p
+            for p in self._parts(optimizer) or ()
+            if p.number > max(optimizer.unscaled, optimizer.stepped, optimizer.created)
+        ]
+        if scaler.is_sure and any(p.loss.scaler is scaler and p.loss.version != scaler.version for p in waiting):
+            self._other_scale(scaler, node)
         self._divide(scaler, optimizer, node)
         self._skips_at[scaler, optimizer] = self.skips
 
@@ -197,9 +207,16 @@ class Gradients:
             other = parts[0].loss.scaler.key if parts[0].loss.scaler else ""
             self._add("HS102", parts[0].node, f"this loss is multiplied by the scale of `{other}`, but `{name}.step` divides its gradients by its own scale", f"write {name}.scale(loss).backward()")  # fmt: skip
         elif any(p.loss.version != scaler.version for p in own) and optimizer not in scaler.unscaled:
-            self._add("HS108", node, f"`{name}.update()` runs between a backward and this step: some of these gradients have another scale than the one they are divided by", f"call {name}.update() once, after the last step; clear gradients before")  # fmt: skip
+            self._other_scale(scaler, node)
         elif late := [p for p in own if optimizer in scaler.unscaled and p.number > optimizer.unscaled]:
             self._add("HS108", late[0].node, f"this backward adds scaled gradients to those that `unscale_` has divided; `{name}.step` does not divide them", "unscale after the last backward")  # fmt: skip
+
+    def _other_scale(self, scaler: Scaler, node: ast.AST) -> None:
+        name, what = (
+            scaler.key,
+            "division" if getattr(getattr(node, "func", None), "attr", "") == "unscale_" else "step",
+        )
+        self._add("HS108", node, f"`{name}.update()` runs between a backward and this {what}: some of these gradients have another scale than the one they are divided by", f"call {name}.update() once, after the last step; clear gradients before")  # fmt: skip
 
     def update(self, scaler: Scaler, node: ast.AST) -> None:
         """`scaler.update()` of an enabled scaler."""

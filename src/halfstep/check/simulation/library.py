@@ -10,6 +10,7 @@ from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.relevance import ENDS
 from halfstep.check.simulation.values import (
     Autocast,
+    Defaults,
     Instance,
     Library,
     NoGrad,
@@ -19,6 +20,7 @@ from halfstep.check.simulation.values import (
     Tensor,
     Unknown,
     combined,
+    has_tensor,
     is_plain,
     unknown,
 )
@@ -57,11 +59,11 @@ class Libraries(Decisions):
 
     def has_no_graph(self) -> bool:
         """Whether this runs without a graph."""
-        return any(isinstance(region, NoGrad) for region in self.regions)
+        return any(isinstance(region, NoGrad) for region in (*self.opened, *self.regions))
 
     def format_here(self) -> tuple[frozenset[str], ast.AST | None]:
         """The format of the autocast region that this computes in, "" if it is not known, and the region."""
-        casts = [region for region in self.regions if isinstance(region, Autocast)]
+        casts = [region for region in (*self.opened, *self.regions) if isinstance(region, Autocast)]
         if not casts or not self.truth(casts[-1].enabled):
             return frozenset(), None
         return frozenset({casts[-1].dtype}), casts[-1].node
@@ -114,6 +116,8 @@ class Libraries(Decisions):
             return dict(kwargs)
         if ("." not in full or full == "itertools.cycle") and hasattr(self, f"_builtin_{last}"):
             return getattr(self, f"_builtin_{last}")(args, node)
+        if full == "collections.defaultdict":
+            return Defaults(args[0] if args else None)
         if full in ENDS:
             raise Stopped
         if _OWNS.search(full):
@@ -160,12 +164,10 @@ class Libraries(Decisions):
                 return Unknown(target)
         if last in _ASKED:
             return Unknown(self.path.fresh(last))
-        if any(isinstance(a, Tensor) for a in every):
+        if has_tensor(every):
             return self.forward(full, every) if is_own else combined(*every)
         if full.startswith("torch.nn.") or last[:1].isupper():
-            return unknown(
-                self.target_of(node) or f"{last}@{getattr(node, 'lineno', 0)}:{getattr(node, 'col_offset', 0)}"
-            )
+            return unknown(self._name_of(node, full))
         if any(isinstance(a, Unknown | Instance) for a in every) and is_own:
             return (
                 self.forward(full, every)
@@ -173,6 +175,13 @@ class Libraries(Decisions):
                 else unknown(self.target_of(node) or self.path.fresh(last))
             )
         return unknown(self.target_of(node) or self.path.fresh(last))
+
+    def _name_of(self, node: ast.AST, full: str) -> str:
+        """The key of a new object; each call of a function that creates a model gives its own."""
+        target = self.target_of(node)
+        if target and (target.startswith("self.") or not self.sites or not full.startswith("torch.nn.")):
+            return target
+        return f"{target or full.rpartition('.')[2]}@{self.place_of(node, is_own=full.startswith('torch.nn.'))}"
 
     def _scaler(self, full: str, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Scaler:
         is_general = full in {"torch.amp.GradScaler", "torch.GradScaler", "torch.amp.grad_scaler.GradScaler"}

@@ -10,6 +10,7 @@ from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import HAS_CUDA, Decisions
 from halfstep.check.simulation.foreign import HARMLESS
 from halfstep.check.simulation.gradients import Raised
+from halfstep.check.simulation.operators import divided
 from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.values import (
     Autocast,
@@ -22,6 +23,7 @@ from halfstep.check.simulation.values import (
     Optimizer,
     Params,
     Scaler,
+    Super,
     Tensor,
     Test,
     Unknown,
@@ -58,11 +60,16 @@ class Objects(Decisions):
 
     def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         """What a call of a method gives."""
-        if isinstance(base, tuple) and len(base) == 2 and isinstance(base[1], Class):  # super()
-            member = base[1].lookup(name)
+        if isinstance(base, Super):
+            member = base.lookup(name)
             if isinstance(member, Func):
-                return self.call_function(Func(member.node, member.env, base[0], member.cls), args, kwargs, node)
+                return self.call_function(Func(member.node, member.env, base.owner, member.cls), args, kwargs, node)
             return Unknown(self.path.fresh(name))
+        if isinstance(base, Autocast | NoGrad):
+            self._enter_or_leave(base, name)
+            return base
+        if name == "enter_context" and args:
+            return self.enter(args[0])
         if isinstance(base, Library):
             return self.call_library(f"{base.full}.{name}", args, kwargs, node)
         if isinstance(base, Tensor) and name in _OF_SCALERS and isinstance(node.func, ast.Attribute):
@@ -96,7 +103,7 @@ class Objects(Decisions):
         if isinstance(base, Optimizer):
             return self.call_optimizer(base, name, args, node)
         if isinstance(base, Tensor):
-            return self._call_tensor(base, name, args, node)
+            return self._call_tensor(base, name, args, kwargs, node)
         if isinstance(base, Instance):
             return self._call_instance(base, name, args, kwargs, node)
         if isinstance(base, Unknown):
@@ -110,6 +117,13 @@ class Objects(Decisions):
         if isinstance(base, Class | Func):
             return self.call(self.attribute(base, name, node.func), args, kwargs, node)
         return Unknown(self.path.fresh(name))
+
+    def _enter_or_leave(self, region: Autocast | NoGrad, name: str) -> None:
+        """A region that is entered without `with`."""
+        if name == "__enter__":
+            self.opened.append(region)
+        elif name == "__exit__" and region in self.opened:
+            self.opened.remove(region)
 
     def _set_requires_grad(self, base: Unknown | Instance | Params, flag: Any, func: ast.Attribute) -> None:
         """`model.requires_grad_()`, or that of a parameter in a loop."""
@@ -148,12 +162,15 @@ class Objects(Decisions):
         is_computed = name.startswith("forward") or any(isinstance(a, Tensor) for a in every)
         return self.forward(base.key, every) if is_computed else Unknown(self.path.fresh(name))
 
-    def _call_tensor(self, base: Tensor, name: str, args: list[Any], node: ast.Call) -> Any:
+    def _call_tensor(self, base: Tensor, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
         if name == "backward":
-            self.gradients.backward(base, node)
+            reached = self.models_in(kwargs.get("inputs"))
+            self.gradients.backward(base if reached is None else dataclasses.replace(base, models=reached), node)
             return None
         if name in {"detach", "detach_"}:
             return Tensor(frozenset())  # no gradient passes, whatever it was computed in
+        if name in {"div", "div_", "mul", "mul_", "true_divide"} and args:
+            return divided(combined(base, *args), ast.Mult() if name.startswith("mul") else ast.Div(), args[0])
         return Unknown(self.path.fresh(name)) if _DATA.search(name) and name != "float" else combined(base, *args)
 
     def _call_unknown_method(

@@ -7,10 +7,11 @@ import dataclasses
 import operator
 from typing import Any
 
+from halfstep.check.regex import regex
 from halfstep.check.simulation.decisions import WINDOWS, Decisions
 from halfstep.check.simulation.values import Env, Library, Negated, Params, Tensor, Test, Unknown, combined, is_plain
 
-__all__ = ["Operators"]
+__all__ = ["Operators", "divided"]
 
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
@@ -22,6 +23,8 @@ _SYMBOLS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip  # fmt: skip
+_INVERSE = regex(r"\(1(?:\.0)? / (.+)\)$")  # what a variable with `1 / accumulation_steps` has as its key
+_ACCUMULATION = regex(r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq")
 MAX_COUNT = 16  # a larger number counts no steps of a run
 MAX_WINDOW = 4  # steps that a loop runs here
 SCALE = 16  # a larger factor of a loss is no weight of a term
@@ -60,6 +63,7 @@ class Operators(Decisions):
                 right = WINDOWS[0]
         if isinstance(left, Tensor) or isinstance(right, Tensor):
             result = combined(left, right)
+            result = divided(result, node.op, right)
             is_scaled = isinstance(node.op, ast.Mult) and any(map(_may_scale, (left, right)))
             return dataclasses.replace(result, formats=result.formats | {""}) if is_scaled else result
         if isinstance(left, Params) or isinstance(right, Params):
@@ -146,6 +150,19 @@ class Operators(Decisions):
         if isinstance(item, str) and isinstance(container, Unknown):
             return Unknown(f"{item!r} in {container.key}")
         return Unknown(self.path.fresh("membership"))
+
+
+def divided(tensor: Tensor, sign: ast.operator, divisor: Any) -> Tensor:
+    """A quotient, which notes by which number of micro-batches it was divided, and whether that is the second time."""
+    if not isinstance(divisor, Unknown):
+        return tensor
+    key = divisor.key if isinstance(sign, ast.Div) else ""
+    if isinstance(sign, ast.Mult) and (inverse := _INVERSE.match(divisor.key)):
+        key = inverse[1]
+    if not _ACCUMULATION.search(key):
+        return tensor
+    twice = key if key in tensor.divisors else tensor.divided_twice
+    return dataclasses.replace(tensor, divisors=tensor.divisors | {key}, divided_twice=twice)
 
 
 def _key(value: Any) -> str:

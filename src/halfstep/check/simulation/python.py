@@ -8,10 +8,12 @@ from typing import Any
 
 from halfstep.check.simulation.decisions import Decisions
 from halfstep.check.simulation.values import (
+    Func,
     Instance,
     Negated,
     Params,
     Partial,
+    Suspended,
     Tensor,
     Test,
     Unknown,
@@ -150,6 +152,7 @@ class Python(Decisions):
 
     def _builtin_sum(self, args: list[Any], node: ast.AST) -> Any:
         values = args[0] if args else []
+        values = self.collected(values) if isinstance(values, Suspended) else values
         if isinstance(values, list | tuple) and any(isinstance(v, Tensor) for v in values):
             return combined(*values)
         return values if isinstance(values, Params | Tensor) else Unknown(self.path.fresh("sum"))
@@ -157,25 +160,41 @@ class Python(Decisions):
     def _builtin_list(self, args: list[Any], node: ast.AST) -> Any:
         if not args:
             return []
+        if isinstance(args[0], Suspended):
+            return self.collected(args[0])
         return list(args[0]) if isinstance(args[0], list | tuple) else args[0]
 
     _builtin_tuple = _builtin_list
 
     _builtin_set = _builtin_list
 
-    _builtin_iter = _builtin_list
+    def _builtin_iter(self, args: list[Any], node: ast.AST) -> Any:
+        return args[0] if args and isinstance(args[0], Suspended) else self._builtin_list(args, node)
 
     _builtin_sorted = _builtin_list
 
     _builtin_reversed = _builtin_list
 
+    def _builtin_map(self, args: list[Any], node: ast.AST) -> Any:
+        if len(args) != 2 or not isinstance(args[0], Func | Partial | Instance):
+            return Unknown(self.path.fresh("map"))
+        if isinstance(args[1], list | tuple):
+            return [self.call(args[0], [each], {}, node) for each in args[1]]
+        if self.relevance.acts(node):
+            return [self.call(args[0], [each], {}, node) for each in self.elements(args[1], self.iterations(node))]
+        return Unknown(self.path.fresh("map"))
+
     def _builtin_filter(self, args: list[Any], node: ast.AST) -> Any:
         return args[1] if len(args) > 1 else Unknown(self.path.fresh("filter"))
 
     def _builtin_next(self, args: list[Any], node: ast.AST) -> Any:
+        if args and isinstance(args[0], Suspended) and self.relevance.trains(args[0].function.node):
+            self.gradients.lose()  # a part of it runs here
         return args[0] if args and isinstance(args[0], Params) else Unknown(self.path.fresh("batch"))
 
     def _builtin_dict(self, args: list[Any], node: ast.AST) -> Any:
+        if not args and not getattr(node, "keywords", ()):
+            return {}
         return dict(args[0]) if args and isinstance(args[0], dict) else Unknown(self.path.fresh("dict"))
 
     def _builtin_print(self, args: list[Any], node: ast.AST) -> Any:
@@ -184,8 +203,8 @@ class Python(Decisions):
     def call_native(self, base: Any, name: str, args: list[Any]) -> Any:
         """What a method of a list, dictionary or string gives."""
         if isinstance(base, list):
-            if name == "append" and args:
-                base.append(args[0])
+            if name in {"append", "insert"} and args:
+                base.insert(args[0] if len(args) > 1 and isinstance(args[0], int) else len(base), args[-1])
                 return None
             if name == "extend" and args:
                 base.extend(args[0] if isinstance(args[0], list | tuple) else args[:1])
@@ -196,6 +215,8 @@ class Python(Decisions):
                 return base.get(args[0], default) if is_plain(args[0]) else self.element(base, args[0])
             if name in {"items", "values", "keys"}:
                 return [*map(tuple, base.items())] if name == "items" else list(getattr(base, name)())
+            if name == "setdefault" and len(args) == 2 and is_plain(args[0]) and not isinstance(args[0], list):
+                return base.setdefault(args[0], args[1])
             if name == "update" and args and isinstance(args[0], dict):
                 base.update(args[0])
                 return None
@@ -214,6 +235,8 @@ class Python(Decisions):
         """What a loop over a value assigns, at most `limit` times unless the values are the script's own."""
         if isinstance(value, dict):
             value = list(value)
+        if isinstance(value, Suspended):
+            value = self.collected(value)
         if isinstance(value, list | tuple):
             yield from value[: max(limit, MAX_ELEMENTS)]
         elif isinstance(value, Params):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_children_of, nodes_in
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.simulation.aliases import called_name, read_aliases
 
 __all__ = ["ENDS", "Relevance", "leaves", "rejects"]
 
@@ -24,15 +25,12 @@ _NOT_AN_EVENT = regex(
 _LEAVES = (ast.Continue, ast.Break, ast.Return, ast.Raise)
 ENDS = {"exit", "quit", "sys.exit", "os._exit"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp)
 _OF_NAME = {"startswith", "endswith", "match", "search", "fullmatch"}  # tests of a parameter's name
 
 
-def _last(func: ast.expr) -> str:
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-
-
 def _is_event(call: ast.Call) -> bool:
-    name = _last(call.func)
+    name = called_name(call.func)
     if name not in _EVENTS:
         return False
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
@@ -73,11 +71,17 @@ def _remembered(method: Callable[[Relevance, Any], _Answer]) -> Callable[[Releva
     return answer
 
 
-def _functions_that_act(calls: list[ast.Call], events: list[ast.Call], around: dict[ast.AST, list[str]]) -> set[str]:
+def _functions_that_act(
+    calls: list[ast.Call],
+    events: list[ast.Call],
+    around: dict[ast.AST, list[str]],
+    aliases: list[tuple[str, frozenset[str]]],
+) -> set[str]:
     """The names of functions in which an event, or a call of such a function, can run."""
     acting = {name for event in events for name in around[event]}
     for _ in range(6):  # depth of calls
-        more = {name for call in calls if _last(call.func) in acting for name in around[call]}
+        more = {name for call in calls if called_name(call.func) in acting for name in around[call]}
+        more |= {alias for alias, functions in aliases if functions & acting}
         if more <= acting:
             break
         acting |= more
@@ -108,12 +112,15 @@ class Relevance:
             self._functions.setdefault(definition.name, []).append(definition)
         events = [call for call in calls if _is_event(call)]
         around: dict[ast.AST, list[str]] = {call: self._names_around(call) for call in calls}
-        self._acting = _functions_that_act(calls, events, around)
-        acting = [*events, *(call for call in calls if _last(call.func) in self._acting)]
+        aliases = read_aliases(nodes, self._functions)
+        self._acting = _functions_that_act(calls, events, around, aliases)
+        acting = [*events, *(call for call in calls if called_name(call.func) in self._acting)]
         self._acts = self._with_ancestors(acting)
-        steps = [call for call in events if _last(call.func) in _OF_TRAINING]
-        self._training = _functions_that_act(calls, steps, around)
-        self._trains = self._with_ancestors([*steps, *(call for call in calls if _last(call.func) in self._training)])
+        steps = [call for call in events if called_name(call.func) in _OF_TRAINING]
+        self._training = _functions_that_act(calls, steps, around, aliases)
+        self._trains = self._with_ancestors(
+            [*steps, *(call for call in calls if called_name(call.func) in self._training)]
+        )
         self._leaving = self._with_ancestors(node for node in nodes if leaves(node))
         self._live = self._names_that_decide(nodes, acting)
 
@@ -208,11 +215,11 @@ class Relevance:
     def has_training_loop(self, node: ast.AST) -> bool:
         """Whether a loop in it, or in what it calls, trains."""
         for inner in nodes_in(node):
-            if inner is not node and isinstance(inner, ast.For | ast.AsyncFor | ast.While) and self.trains(inner):
+            if inner is not node and isinstance(inner, _LOOPS) and self.trains(inner):
                 return True
-            if isinstance(inner, ast.Call) and (name := _last(inner.func)) in self._training:
+            if isinstance(inner, ast.Call) and (name := called_name(inner.func)) in self._training:
                 for function in self._functions.get(name, ()):
-                    if any(isinstance(n, ast.For | ast.While) and self.trains(n) for n in nodes_in(function)):
+                    if any(isinstance(n, _LOOPS) and self.trains(n) for n in nodes_in(function)):
                         return True
         return False
 
@@ -225,7 +232,13 @@ class Relevance:
     @_remembered
     def yields(self, function: ast.AST) -> bool:
         """Whether it is a generator."""
-        stack: list[ast.AST] = list(function.body) if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        body = function.body if isinstance(function.body, list) else []  # type: ignore[attr-defined]
+        return any(map(self.yields_in, body))
+
+    @_remembered
+    def yields_in(self, statement: ast.AST) -> bool:
+        """Whether a statement of a generator yields."""
+        stack = [statement]
         while stack:
             node = stack.pop()
             if isinstance(node, ast.Yield | ast.YieldFrom):
@@ -258,7 +271,7 @@ class Relevance:
             if isinstance(around, ast.If | ast.Try) and not self.matters(around):
                 return False  # both branches are run
             around = self._parents.get(around)
-        return _last(loop.iter.func) in {"parameters", "named_parameters"}
+        return called_name(loop.iter.func) in {"parameters", "named_parameters"}
 
     def is_of_some_parameters(self, node: ast.Attribute) -> bool:
         """Whether an attribute is set for the parameters that a loop chooses: `if "head" in name: p.grad = None`."""
@@ -282,6 +295,10 @@ class Relevance:
     def is_acting(self, name: str) -> bool:
         """Whether a function of the script with this name acts."""
         return name in self._acting
+
+    def defines(self, name: str) -> bool:
+        """Whether the script has a function of this name."""
+        return name in self._functions
 
     def functions(self) -> list[ast.AST]:
         """All functions and methods that act."""

@@ -2,9 +2,11 @@
 
 decisions    unknown conditions         -> the answers of this run
 expressions  names, attributes, tables  -> values
+comprehensions  loops in expressions   -> lists and tables
 operators    operators and comparisons  -> values
 assignments  targets                    -> variables
-statements   branches, loops, regions   -> what is run, how often
+contexts     generators, `with`         -> what is run inside and between
+statements   branches, loops            -> what is run, how often
 functions    the script's functions     -> what they return
 objects      methods                    -> events of scalers, optimizers and losses
 library      torch                      -> regions, scalers, optimizers
@@ -15,14 +17,14 @@ foreign      what is not known          -> what may have happened
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from halfstep.check.simulation.bounds import Bounds
 from halfstep.check.simulation.gradients import Gradients
 from halfstep.check.simulation.paths import Path
 from halfstep.check.simulation.relevance import Relevance
-from halfstep.check.simulation.values import Autocast, Env, Func, NoGrad, Optimizer, Tensor
+from halfstep.check.simulation.values import Autocast, Env, Func, NoGrad, Optimizer, Suspended, Tensor
 
 __all__ = ["Run"]
 
@@ -44,10 +46,8 @@ class Run:
         )  # functions that this or an earlier run has called
         self.gradients = Gradients(are_cleared=relevance.clears, reads_gradients=relevance.reads_gradients)
         self.regions: list[Autocast | NoGrad] = []
-        self.entering: list[Autocast | NoGrad] = []  # the regions open where a context manager of the script yields
-        self.opened: list[
-            Autocast | NoGrad
-        ] = []  # by calls of `__enter__`, in the `__enter__` of a class of the script
+        self.opened: list[Autocast | NoGrad] = []  # regions that the script has entered without `with`
+        self.consumers: list[Callable[[Any], None]] = []  # what consumes the values of generators that run
         self.has_lowered = False  # weights, or anything else, were converted by the script itself
         self.loops: list[bool] = []  # those that run, and whether they train
         self.active: list[ast.AST] = []  # functions that run
@@ -87,6 +87,18 @@ class Run:
 
     def call_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
         """What a function of the script returns."""
+        raise NotImplementedError
+
+    def run_function(self, function: Func, args: list[Any], kwargs: dict[str, Any], node: ast.AST) -> Any:
+        """Run the statements of a function."""
+        raise NotImplementedError
+
+    def enter(self, context: Any) -> Any:
+        """Enter a context that a stack leaves later."""
+        raise NotImplementedError
+
+    def collected(self, generator: Suspended) -> list[Any]:
+        """What a generator yields."""
         raise NotImplementedError
 
     def call_method(self, base: Any, name: str, args: list[Any], kwargs: dict[str, Any], node: ast.Call) -> Any:
@@ -141,8 +153,16 @@ class Run:
         """Whether a variable is named like a scaler or an optimizer."""
         raise NotImplementedError
 
+    def sequence(self, value: Any) -> Any:
+        """What a loop over a value runs through."""
+        return value
+
     def elements(self, value: Any, limit: int) -> Iterator[Any]:
         """What a loop over a value assigns."""
+        raise NotImplementedError
+
+    def iterations(self, node: ast.AST) -> int:
+        """How often a loop over something unknown is run."""
         raise NotImplementedError
 
     def may_cast(self, context: Any, node: ast.expr) -> bool:
@@ -162,6 +182,11 @@ class Run:
     def target_of(self, node: ast.AST) -> str:
         """The variable that a call is assigned to, as the text has it."""
         return self.targets.get(node, "")
+
+    def place_of(self, node: ast.AST, *, is_own: bool = True) -> str:
+        """The place of a call, and of those of the functions around it if each of them gives an object of its own."""
+        places = [node, *(reversed(self.sites) if is_own else ())]
+        return ",".join(f"{getattr(p, 'lineno', 0)}:{getattr(p, 'col_offset', 0)}" for p in places)
 
     def is_root(self, function: Func) -> bool:
         """Whether nothing in the script calls a function."""

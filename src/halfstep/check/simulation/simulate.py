@@ -20,6 +20,7 @@ from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.plain import branch_matches
 from halfstep.check.simulation.chosen import ChosenRun, is_command
+from halfstep.check.simulation.contexts import Closed, Left
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
 from halfstep.check.simulation.offers import Offers, in_words, may_offer, strings_of_formats
@@ -27,9 +28,8 @@ from halfstep.check.simulation.paths import Exhausted, Path, Search
 from halfstep.check.simulation.records import Records
 from halfstep.check.simulation.relevance import Relevance
 from halfstep.check.simulation.simulation import Simulation
-from halfstep.check.simulation.statements import Left
 from halfstep.check.simulation.typed import Typed
-from halfstep.check.simulation.values import Class, Env, Func, Instance
+from halfstep.check.simulation.values import Class, Env, Func, Instance, Suspended
 
 __all__ = ["mishaps", "trains"]
 
@@ -132,7 +132,7 @@ def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list
             _call_root(run, module, root)
     except (Raised, Stopped):
         run.path.has_raised = not run.gradients.backwards
-    except (Exhausted, Left):  # a `return` outside a function ends a run too
+    except (Exhausted, Left, Closed):  # a `return` outside a function ends a run too
         pass
     return run.gradients.mishaps
 
@@ -141,7 +141,9 @@ def _call_root(run: Simulation, module: Env, root: ast.AST) -> None:
     run.roots = frozenset({root})
     for value in list(module.variables.values()):
         if isinstance(value, Func) and value.node is root:
-            run.call_function(value, [], {}, root)
+            result = run.call_function(value, [], {}, root)
+            if isinstance(result, Suspended):
+                run.collected(result)
             return
         if isinstance(value, Class):
             for member in value.attributes.values():

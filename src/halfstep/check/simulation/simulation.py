@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfstep.check.simulation.comprehensions import Comprehensions
 from halfstep.check.simulation.expressions import Expressions
 from halfstep.check.simulation.foreign import Foreign
 from halfstep.check.simulation.functions import Functions
@@ -14,5 +15,5 @@ from halfstep.check.simulation.statements import Statements
 __all__ = ["Simulation"]
 
 
-class Simulation(Statements, Expressions, Operators, Functions, Objects, Libraries, Python, Foreign):
+class Simulation(Statements, Expressions, Comprehensions, Operators, Functions, Objects, Libraries, Python, Foreign):
     """Runs a script: statements, expressions and calls."""

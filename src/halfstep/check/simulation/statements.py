@@ -7,28 +7,30 @@ depends on is not decided: what it assigns is unknown afterwards.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from halfstep.check.simulation.aliases import called_name
 from halfstep.check.simulation.assignments import Assignments
+from halfstep.check.simulation.contexts import Closed, Contexts, Left
 from halfstep.check.simulation.gradients import Raised
 from halfstep.check.simulation.paths import PRECISION
 from halfstep.check.simulation.relevance import leaves, rejects
 from halfstep.check.simulation.values import (
-    Autocast,
     Class,
-    Entered,
     Env,
     Func,
     Instance,
     Library,
-    NoGrad,
+    Partial,
+    Suspended,
     Test,
     Unknown,
     is_plain,
 )
 
-__all__ = ["Left", "Statements"]
+__all__ = ["Statements"]
 
 NUM_ITERATIONS = 4  # of a loop that trains: two windows of two micro-batches
 NUM_EPOCHS = 2
@@ -37,15 +39,7 @@ NUM_EPOCHS = 2
 _HANDLERS: dict[type, Any] = {}  # methods, by the type of the statement
 
 
-class Left(Exception):
-    """A `break`, `continue`, `return` or `yield`."""
-
-    def __init__(self, kind: str, value: Any = None) -> None:
-        super().__init__(kind)
-        self.kind, self.value = kind, value
-
-
-class Statements(Assignments):
+class Statements(Assignments, Contexts):
     """Runs statements."""
 
     def run(self, body: Iterable[ast.stmt], env: Env) -> None:
@@ -71,7 +65,18 @@ class Statements(Assignments):
                 self.assign_name(env, alias.asname or alias.name, Library(f"{module}.{alias.name}"))
 
     def _run_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Env) -> None:
-        self.assign_name(env, node.name, Func(node, env))
+        function = Func(node, env)
+        env.functions.append(function)
+        self.assign_name(env, node.name, self._decorated(function, env))
+
+    def _decorated(self, function: Func, env: Env) -> Any:
+        """What decorators of the script make of a function."""
+        made: Any = function
+        for decorator in reversed(getattr(function.node, "decorator_list", [])):
+            if self.relevance.defines(called_name(decorator.func if isinstance(decorator, ast.Call) else decorator)):
+                result = self.call(self.value(decorator, env), [made], {}, decorator)
+                made = result if isinstance(result, Func | Partial | Instance) else made
+        return made
 
     _run_AsyncFunctionDef = _run_FunctionDef
 
@@ -79,9 +84,11 @@ class Statements(Assignments):
         inner = Env(env)
         self.run(node.body, inner)
         cls = Class(node, tuple(self.value(base, env) for base in node.bases), inner.variables)
+        for method in inner.functions:
+            method.cls, method.env = cls, env  # a method does not see the names of its class
         for value in inner.variables.values():
             if isinstance(value, Func):
-                value.cls, value.env = cls, env  # a method does not see the names of its class
+                value.cls = cls
         self.assign_name(env, node.name, cls)
 
     def _run_Global(self, node: ast.Global | ast.Nonlocal, env: Env) -> None:
@@ -170,28 +177,50 @@ class Statements(Assignments):
         try:
             self.run(node.body, env)
         except Left as left:
-            if left.kind in {"return", "yield"}:
+            if left.kind == "return":
                 raise
             return left.kind == "break"
         finally:
             self.loops.pop()
         return False
 
+    def iterations(self, node: ast.AST) -> int:
+        """How often a loop over something unknown is run."""
+        if not self.relevance.trains(node):
+            if self.consumers and self.relevance.yields_in(node):  # what trains is where its values are consumed
+                return NUM_ITERATIONS
+            return 1 if isinstance(node, ast.While) else 2
+        return NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
+
     def _run_For(self, node: ast.For | ast.AsyncFor, env: Env) -> None:
-        trains = self.relevance.trains(node)
-        limit = 2 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
-        for element in self.elements(self.value(node.iter, env), limit):
+        source = self.value(node.iter, env)
+        generator, numbers = _generator_in(source)
+        if generator is not None:
+            self._run_for_generator(node, generator, numbers, env)
+            return
+        for element in self.elements(source, self.iterations(node)):
             self.assign(node.target, element, env)
             if self._breaks(node, env):
                 return
         self.run(node.orelse, env)
 
+    def _run_for_generator(
+        self, node: ast.For | ast.AsyncFor, generator: Suspended, numbers: Iterator[int] | None, env: Env
+    ) -> None:
+        """The body of a loop runs where the generator yields."""
+
+        def run_body(value: Any) -> None:
+            self.assign(node.target, value if numbers is None else (next(numbers), value), env)
+            if self._breaks(node, env):
+                raise Closed
+
+        self.resume(generator, run_body)
+        self.run(node.orelse, env)
+
     _run_AsyncFor = _run_For
 
     def _run_While(self, node: ast.While, env: Env) -> None:
-        trains = self.relevance.trains(node)
-        limit = 1 if not trains else NUM_EPOCHS if self.relevance.has_training_loop(node) else NUM_ITERATIONS
-        for _ in range(limit):
+        for _ in range(self.iterations(node)):
             test = self.value(node.test, env)
             if is_plain(test) and not test:
                 break
@@ -230,7 +259,7 @@ class Statements(Assignments):
                 self.run(node.finalbody, env)
                 raise
             self.run(handlers[0].body, env)
-        except Left:
+        except (Left, Closed):
             self.run(node.finalbody, env)
             raise
         self.run(node.finalbody, env)
@@ -251,29 +280,14 @@ class Statements(Assignments):
         chosen = self.path.choose(f"{key} matches", len(node.cases))
         self.run(node.cases[chosen].body, env)
 
-    def _run_With(self, node: ast.With | ast.AsyncWith, env: Env) -> None:
-        depth = len(self.regions)
-        for item in node.items:
-            context = self.value(item.context_expr, env)
-            if isinstance(context, Autocast | NoGrad):
-                self.regions.append(context)
-            elif isinstance(context, Entered):
-                self.regions += context.regions
-            elif isinstance(context, Instance) and isinstance(context.cls.lookup("__enter__"), Func):
-                self.opened.clear()
-                self.call(self.attribute(context, "__enter__", item), [], {}, item)
-                self.regions += self.opened
-            elif self.may_cast(context, item.context_expr):
-                self.regions.append(Autocast("", True, item.context_expr))
-            if item.optional_vars is not None:
-                entered = context if isinstance(context, Instance | Unknown) else Unknown(self.path.fresh("context"))
-                self.assign(item.optional_vars, entered, env)
-        try:
-            self.run(node.body, env)
-        finally:
-            del self.regions[depth:]
 
-    _run_AsyncWith = _run_With
+def _generator_in(source: Any) -> tuple[Suspended | None, Iterator[int] | None]:
+    """The generator of the script that a loop runs through, and the numbers that `enumerate` gives its values."""
+    if isinstance(source, Suspended):
+        return source, None
+    if isinstance(source, Partial) and source.function == "enumerate" and isinstance(source.args[0], Suspended):
+        return source.args[0], itertools.count(source.args[1] if isinstance(source.args[1], int) else 0)
+    return None, None
 
 
 def _loaded(target: ast.expr) -> ast.expr:

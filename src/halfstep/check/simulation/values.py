@@ -8,6 +8,7 @@ read from it twice has the same key twice (`args.fp16`), so that a path that dec
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ __all__ = [
     "UNKNOWN_TENSOR",
     "Autocast",
     "Class",
-    "Entered",
+    "Defaults",
     "Env",
     "Func",
     "Instance",
@@ -26,10 +27,13 @@ __all__ = [
     "Params",
     "Partial",
     "Scaler",
+    "Super",
+    "Suspended",
     "Tensor",
     "Test",
     "Unknown",
     "combined",
+    "has_tensor",
     "is_module",
     "is_plain",
     "unknown",
@@ -89,6 +93,8 @@ class Env:
     variables: dict[str, Any] = field(default_factory=dict)
     of_parent: set[str] = field(default_factory=set)  # declared global or nonlocal
     local: frozenset[str] = frozenset()  # names that the function assigns: they have no value before
+    method: Func | None = None  # the method whose variables these are
+    functions: list[Func] = field(default_factory=list)  # defined here, before decorators replace them
 
 
 @dataclass(eq=False)
@@ -111,18 +117,15 @@ class Class:
 
     def lookup(self, name: str) -> Any:
         """An attribute of the class or of a base that the script has; ... if there is none."""
-        for cls in self.lineage():
-            if name in cls.attributes:
-                return cls.attributes[name]
-        return ...
+        return _found(self.lineage(), name)
 
     def lineage(self) -> list[Class]:
-        """The class and its bases in the script."""
+        """The class and its bases in the script, in the order in which Python looks for an attribute."""
         classes = [self]
         for base in self.bases:
             if isinstance(base, Class):
                 classes += base.lineage()
-        return classes
+        return [cls for index, cls in enumerate(classes) if cls not in classes[index + 1 :]]
 
     def libraries(self) -> list[Any]:
         """The bases that the script does not define."""
@@ -137,6 +140,26 @@ class Instance:
     key: str
     attributes: dict[str, Any] = field(default_factory=dict)
     is_built: bool = False  # its constructor has run
+
+
+@dataclass(frozen=True)
+class Super:
+    """What `super()` gives: an object, and the classes in which its methods are looked for."""
+
+    owner: Instance
+    classes: tuple[Class, ...]
+
+    def lookup(self, name: str) -> Any:
+        """An attribute of the classes; ... if there is none."""
+        return _found(self.classes, name)
+
+
+class Defaults(dict[Any, Any]):
+    """A `defaultdict`, and what it calls for a new key."""
+
+    def __init__(self, factory: Any) -> None:
+        super().__init__()
+        self.factory = factory
 
 
 @dataclass(eq=False)
@@ -165,6 +188,8 @@ class Tensor:
     version: int = 0  # of that scale
     region: ast.AST | None = None  # the autocast region that computed it
     halved: frozenset[str] = frozenset()  # the models that computed in float16
+    divisors: frozenset[str] = frozenset()  # the numbers of micro-batches that have divided it
+    divided_twice: str = ""  # the one that has done so twice
 
     @property
     def half(self) -> bool | None:
@@ -199,6 +224,7 @@ class Optimizer:
     node: ast.AST | None = None
     sites: tuple[ast.AST, ...] = ()  # the calls around its creation
     is_of_all: bool = True  # its models are all that it may have; not those that a function got which creates it
+    created: int = 0  # the number of backward passes before it was created
     cleared: int = 0  # the number of backward passes before its gradients were cleared
     cleared_perhaps: int = 0  # the same, for models that may be its own under another name
     unscaled: int = 0  # the number of backward passes before its gradients were unscaled
@@ -221,16 +247,24 @@ class Autocast:
     device: str = ""  # "cuda", or "" if that is not known
 
 
-@dataclass(frozen=True)
-class Entered:
-    """The regions that a context manager of the script's own has opened where it yields."""
+@dataclass(eq=False)
+class Suspended:
+    """A generator, or a context manager written as one, that the script has called: it runs where its values are consumed."""
 
-    regions: tuple[Any, ...]
+    function: Func
+    args: list[Any]
+    kwargs: dict[str, Any]
+    node: ast.AST
 
 
 @dataclass(frozen=True)
 class NoGrad:
     """A region that records no graph."""
+
+
+def _found(classes: Iterable[Class], name: str) -> Any:
+    """The attribute of the first class that has it; ... if none has."""
+    return next((cls.attributes[name] for cls in classes if name in cls.attributes), ...)
 
 
 def is_module(cls: Class) -> bool:
@@ -252,9 +286,20 @@ def unknown(key: str) -> Unknown:
     return Unknown(f"setting {_SAME.get(last, last)}") if last in _SETTINGS else Unknown(key)
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists of them."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def has_tensor(values: Iterable[Any]) -> bool:
+    """Whether one of these values, or of the elements of a list, is a tensor."""
+    return any(isinstance(v, Tensor) for v in _flat(values))
+
+
 def combined(*values: Any) -> Tensor:
     """What an operation makes of tensors and other values."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
+    tensors = [v for v in _flat(values) if isinstance(v, Tensor)]
     models: frozenset[str] | None = frozenset()
     for tensor in tensors:
         models = None if models is None or tensor.models is None else models | tensor.models
@@ -262,6 +307,7 @@ def combined(*values: Any) -> Tensor:
     scaled = next((t for t in tensors if t.scaler is not None), None)
     region = next((t.region for t in tensors if t.region is not None), None)
     halved = frozenset().union(*(t.halved for t in tensors))
-    if scaled is None:
-        return Tensor(models, formats, None, 0, region, halved)
-    return Tensor(models, formats, scaled.scaler, scaled.version, region, halved)
+    divisors = frozenset().union(*(t.divisors for t in tensors))
+    twice = max((t.divided_twice for t in tensors), default="")
+    scaler, version = (None, 0) if scaled is None else (scaled.scaler, scaled.version)
+    return Tensor(models, formats, scaler, version, region, halved, divisors, twice)

@@ -34,6 +34,7 @@ from halfstep.check.script.syntax.names import key_of
 __all__ = ["RULES"]
 
 _CLIPS = regex(r"clip", re.IGNORECASE)
+_LIBRARIES = {"numpy", "torch", "torchvision", "transformers", "open_clip", "moviepy"}
 _DEVICE = regex(r"cuda|gpu|device", re.IGNORECASE)
 _WINDOW_END = regex(r"sync|accum|step|batch|%", re.IGNORECASE)
 _OWN = regex(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
@@ -184,7 +185,20 @@ def _clips_otherwise(script: Script, clips: list[Event]) -> bool:
     """Whether the script has a call that may clip and is not among the recognised ones, such as a function of its own."""
     recognised = {e.node for e in clips}
     sites = [site for name, calls in script.outline.calls.items() if _CLIPS.search(name) for site in calls]
-    return any(site.call not in recognised and isinstance(site.call, ast.Call) for site in sites)
+    return any(
+        site.call not in recognised and isinstance(site.call, ast.Call) and not _clips_values(script, site.call)
+        for site in sites
+    )
+
+
+def _clips_values(script: Script, call: ast.Call) -> bool:
+    """Whether a call is about something else than gradients: a class of video clips, `np.clip`, `image.clip(0, 1)`."""
+    full = script.outline.names.full(call.func)
+    if full.split(".")[0] in _LIBRARIES or key_of(call.func) in script.outline.classes:
+        return "grad" not in full.lower()
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr in {"clip", "clip_"}
+    values = [*call.args, *(k.value for k in call.keywords)]
+    return is_method and bool(values) and all(isinstance(v, (ast.Constant, ast.UnaryOp)) for v in values)
 
 
 _ACCUMULATE = """\

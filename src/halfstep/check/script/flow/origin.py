@@ -61,10 +61,28 @@ def regions_in_model(script: Script, trace: Trace, index: int) -> tuple[Event, l
         is_near = call.function is event.function or (call.function.cls == event.function.cls != "")
         if call.loops != event.loops or not is_near or call.inside("no_grad"):
             continue
+        if call.function is event.function and not _may_come_from(call.node, event, script.outline):
+            continue
         regions = regions_in_forward(script.outline, call.subject, call.function)
         if regions and all(a.dtype == "float16" and a.enabled != "no" for a in regions):
             return call, regions
     return None
+
+
+def _may_come_from(call: ast.AST, event: Event, outline: Outline) -> bool:
+    """Whether gradients of a loss may reach what a call of the same function gives; not if the function computes it from other things."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    loss = func.value if isinstance(func, ast.Attribute) else None
+    bound = (
+        [b for b in outline.lookup(loss.id, event.function) if b.value is not None]
+        if isinstance(loss, ast.Name)
+        else []
+    )
+    if not isinstance(loss, ast.Name) or not bound:
+        return True
+    behind = _behind({loss.id}, event.function, outline)
+    values = [b.value for name in behind for b in outline.lookup(name, event.function) if b.value is not None]
+    return bool(_results_of(call, outline) & behind) or any(call is n for value in values for n in ast.walk(value))
 
 
 def comes_from(opened: Event, event: Event, outline: Outline) -> bool:

@@ -122,9 +122,14 @@ def is_entered_without(
     script: Script, opened: Event, guards: Sequence[Guard], event: Event, scaled: Sequence[Event]
 ) -> bool:
     """Whether a region is enabled also where the loss of another branch is not scaled, because of some guards."""
-    if any(exclude_each_other(script.outline, around, guard) for around in opened.guards for guard in guards):
-        return False
     regions = opened.regions[-1].autocasts
+    # A stack may enter the region under a condition of its own.
+    entered = [g for region in regions for g in conditions_of(script.outline, region.node)]
+    known = [*opened.guards, *entered]
+    if any(guard.opposite in guards for guard in entered):
+        return False
+    if any(exclude_each_other(script.outline, around, guard) for around in known for guard in guards):
+        return False
     return all(_is_on_without(script, region, guard, event, scaled) for region in regions for guard in guards)
 
 

@@ -94,7 +94,7 @@ def _raising_in(script: Script, function: Function) -> Iterator[ast.AST]:
             and not _is_tested(script, node, function)
         ):
             place = node
-        if place is not None and not _is_caught(script, place):
+        if place is not None and not _is_caught(script, place) and not _is_without_scaler(script, place):
             yield place
 
 
@@ -159,6 +159,28 @@ def _tests_gradients(script: Script, test: ast.expr, function: Function) -> bool
     return any(
         _GRADIENT.search(text_of(t)) and not _LOSS.search(text_of(t)) and not _LENIENT.search(text_of(t)) for t in tests
     )
+
+
+def _is_without_scaler(script: Script, place: ast.AST) -> bool:
+    """Whether a line runs only if the scaler is disabled, in runs where no overflow is normal."""
+    options = {scaler.enabled for scaler in script.scalers}
+    false: set[str] = set()
+    for guard in conditions_of(script.outline, place):
+        with contextlib.suppress(SyntaxError):  # `except@12`
+            false |= set(_false_in(ast.parse(guard.text, mode="eval").body, is_true=guard.is_true))
+    return any(text.endswith(".is_enabled()") or text in options for text in false)
+
+
+def _false_in(test: ast.expr, *, is_true: bool) -> Iterator[str]:
+    """The parts of a test that are false if the test has this value."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _false_in(test.operand, is_true=not is_true)
+    elif isinstance(test, ast.BoolOp):
+        if isinstance(test.op, ast.And) is is_true:
+            for part in test.values:
+                yield from _false_in(part, is_true=is_true)
+    elif not is_true:
+        yield text_of(test)
 
 
 def _is_of_finite(test: ast.expr) -> bool:
