@@ -132,29 +132,20 @@ def _is_only_compared(outline: Outline, nodes: Collection[ast.AST], name: str, d
                 return False
         elif isinstance(parent, ast.keyword) and parent.arg == name:
             continue  # a copy: `train(precision=args.precision)`, whose own uses are looked at
-        elif not isinstance(parent, ast.Compare | ast.Match):
+        elif not isinstance(parent, ast.Compare):
             return False
         else:
-            tested = parent.cases if isinstance(parent, ast.Match) else [parent]
-            strings = [n.value for part in tested for n in ast.walk(_test_of(part)) if isinstance(n, ast.Constant)]
+            strings = [n.value for n in ast.walk(parent) if isinstance(n, ast.Constant)]
             names_asked = any(_names(string, _OTHER[dtype]) for string in strings)
-            if isinstance(parent, ast.Compare) and _rejects(outline, parent):
+            if _rejects(outline, parent):
                 # `if precision not in (...): raise` accepts what it names, `if precision == "bf16": raise` rejects it.
                 if names_asked != isinstance(parent.ops[0], ast.NotIn):
                     return False
                 continue
-            if names_asked or not _asks_equal(parent):
+            if names_asked or not isinstance(parent.ops[0], ast.Eq | ast.In):
                 return False
             is_tested |= any(_names(string, dtype) for string in strings)
     return is_tested
-
-
-def _test_of(part: ast.match_case | ast.Compare) -> ast.AST:
-    return part.pattern if isinstance(part, ast.match_case) else part
-
-
-def _asks_equal(test: ast.Compare | ast.Match) -> bool:
-    return isinstance(test, ast.Match) or isinstance(test.ops[0], ast.Eq)
 
 
 def _rejects(outline: Outline, test: ast.expr) -> bool:
