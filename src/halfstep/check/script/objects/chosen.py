@@ -208,8 +208,9 @@ def _reads_dtype(outline: Outline, node: ast.AST) -> bool:
 
 def _is_looked_up(outline: Outline, value: ast.expr) -> bool:
     """Whether an expression looks up a table of this file with several formats: `FORMATS[os.environ["PRECISION"]]`."""
-    is_get = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get"
-    table = value.func.value if is_get else getattr(value, "value", None)  # type: ignore[union-attr]
+    func = value.func if isinstance(value, ast.Call) else None
+    is_get = isinstance(func, ast.Attribute) and func.attr == "get"
+    table = func.value if isinstance(func, ast.Attribute) and is_get else getattr(value, "value", None)
     bound = [b.value for b in outline.bindings.get(key_of(table), ())] if isinstance(table, ast.Name) else []
     formats = {outline.names.full(v) for t in bound if isinstance(t, ast.Dict) for v in t.values} & DTYPES.keys()
     return len(formats) > 1
