@@ -132,3 +132,24 @@ def main(args):
 def test_settings_of_a_checkpoint_that_are_only_asked_for(asked, is_reported):
     """HS601: the type of saved settings, or whether they have an entry of something else, does not make the flag that of the checkpoint."""
     assert bool(findings(RESUME.format(asked=asked), "HS601")) is is_reported
+
+
+RESTORED = IGNITE.replace('"model": model, {objects}', '"model": model, "optimizer": optimizer, {objects}').replace(
+    "    return", "    Checkpoint.load_objects({restored}, saved)\n    return"
+)
+
+
+@pytest.mark.parametrize(
+    ("objects", "restored", "codes"),
+    [
+        ('"scaler": scaler', "to_save", []),
+        ('"scaler": scaler', '{"model": model, "optimizer": optimizer}', ["HS171"]),
+        ('"scaler": scaler', '{"model": model}', []),
+        ('"scaler": scaler', "dict(optimizer=optimizer, scaler=scaler)", []),
+        ("**vars(SimpleNamespace(scaler=scaler))", "dict(optimizer=optimizer)", ["HS171"]),
+    ],
+)  # fmt: skip
+def test_objects_that_load_objects_restores(objects, restored, codes):
+    """What `Checkpoint.load_objects` gets is what is restored: the scaler belongs to it if a handler saves it."""
+    text = RESTORED.format(objects=objects, restored=restored, attach="Checkpoint(to_save, saver)")
+    assert [f.code for f in findings(text, "HS170", "HS171")] == codes

@@ -264,3 +264,34 @@ def train(cfg, loader):
 def test_a_model_whose_optimizer_another_file_creates(start, end, expected):
     """A cast to 16 bits and back shows that the loop trains float32 weights, which it rounds."""
     assert [f.line for f in findings(FOREIGN.format(start=start, end=end), "HS137")] == expected
+
+
+NAMELESS = """\
+import torch
+from torch.utils.data import DataLoader
+def lerne(netz, daten, opt, scaler):
+    netz.train()
+    for x, y in daten:
+        opt.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(netz(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+def pruefe(netz, daten):
+    netz.eval()
+    with torch.no_grad():
+        for x, y in daten:
+            measure(netz(x), y)
+netz = torch.nn.Linear(4, 4).cuda()
+opt = torch.optim.AdamW(netz.parameters())
+lerne(netz, DataLoader(one, 8), opt, torch.amp.GradScaler("cuda"))
+other = {source}
+pruefe(netz, other)
+"""
+
+
+@pytest.mark.parametrize(("source", "expected"), [("DataLoader(two, 8)", 1), ("[noise() for _ in range(9)]", 0)])
+def test_what_creates_a_loader_shows_a_validation(source, expected):
+    """A loop over a DataLoader validates, whatever the names of the function, the model and the loader are."""
+    assert len(findings(NAMELESS.format(source=source), "HS149")) == expected

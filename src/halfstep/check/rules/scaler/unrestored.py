@@ -27,6 +27,8 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import entry_of, restored_copies, restored_counter, saves
 from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.saved.attached import unrestored_attached
+from halfstep.check.script.saved.several import unrestored_scalers
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -95,6 +97,18 @@ class ScalerNotRestored(ScriptRule):
                 )
                 return
         handed = handed_scalers(script)
+        for step, other in () if handed else unrestored_scalers(script, stepping_scalers(script)):
+            yield self.finding(
+                script.where(step.node),
+                f"the state of `{step.scaler}` is saved, but only that of `{other}` is restored: a resumed run restarts it at the initial scale",
+                instead=f"call {step.scaler}.load_state_dict(...) as well",
+            )
+        for call, scaler in () if script.has("load_scaler") else unrestored_attached(script):
+            yield self.finding(
+                script.where(call),
+                f"the state of `{scaler}` is saved, but only the other objects are restored: a resumed run restarts at the initial scale",
+                instead=f'restore "scaler": {scaler} here as well',
+            )
         if script.has("load_scaler") or not all(map(_only_saves, handed)) or _restored_by_another_name(script):
             return
         stepping, idle = stepping_scalers(script), {id(s.node) for s in ScalerWithBf16.idle(script)}

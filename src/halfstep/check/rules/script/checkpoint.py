@@ -24,11 +24,12 @@ from halfstep.check.script.objects.saving import (
     saves,
     written_out,
 )
-from halfstep.check.script.objects.values import Scaler, constant, text_of
+from halfstep.check.script.objects.values import Scaler, text_of
+from halfstep.check.script.saved.incomplete import incomplete_checkpoints
+from halfstep.check.script.saved.several import unsaved_scalers
 from halfstep.check.script.scaling.attached_states import ATTACHED, attached_states
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import last_name_of
 
 __all__ = [
     "DOCS", "LOAD", "RULES", "SAVE", "TRAIN", "callee_of", "created_scalers", "handed_scalers", "near_steps", "once", "stepping_scalers",
@@ -56,7 +57,6 @@ if resume:
 _SAVES = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 _RESTORES = regex(r"load|resum|restor|restart", re.IGNORECASE)
 _TRAINS = regex(r"train|fit|epoch|step|loop", re.IGNORECASE)
-_CHANGES = regex(r"^(update|setdefault|__setitem__)$")  # methods that may add the scaler to a dictionary
 _BEST = regex(r"best|[<>](?!=? ?\d+$)")
 _PAST_END = regex(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 _TPU = regex(r"^\(?[\w.]*(tpu|xla)[\w.]*(\(\))?\)?$", re.IGNORECASE)  # `is_torch_tpu_available()`, `args.tpu`
@@ -157,8 +157,11 @@ class ScalerNotSaved(ScriptRule):
         steps = stepping_scalers(script)
         # A function that restores the scaler saves nothing.
         handed = [e for e in handed_scalers(script) if saves(callee_of(e)) or not _RESTORES.search(callee_of(e))]
-        for event, other in () if handed or not steps else _incomplete_checkpoints(script):
+        for event, other in () if handed or not steps else incomplete_checkpoints(script):
             yield self._report_incomplete(script, event, other)
+        if missing := next(iter(() if handed else unsaved_scalers(script, steps)), None):
+            yield self._report_missing(script, *missing)
+            return
         if script.has("save_scaler") or handed or names_scaler(script.outline, script.scalers):
             return
         yield from self._owned(script)
@@ -197,6 +200,16 @@ class ScalerNotSaved(ScriptRule):
             f"this checkpoint contains the state of `{event.optimizer}` but not of `{other.scaler}`, which {script.at(other.node)} saves in another "
             "one: a run that resumes from it restarts at the initial scale",
             instead=f'save "scaler": {other.scaler}.state_dict() here as well',
+        )
+
+    def _report_missing(self, script: Script, place: ast.AST, step: Event, other: str) -> Finding:
+        is_resumed = script.has("load_optimizer", "load_scaler")
+        return self.finding(
+            script.where(place),
+            f"the state of `{other}` is saved but not that of `{step.scaler}`, which {script.at(step.node)} steps with: "
+            f"{'a resumed run' if is_resumed else 'a run that resumes from it'} restarts that scaler at its initial scale",
+            instead=f"save {step.scaler}.state_dict() as well, and restore it",
+            severity="warning" if is_resumed else "advice",
         )
 
     def _owned(self, script: Script) -> Iterator[Finding]:
@@ -332,60 +345,6 @@ def _has_field(script: Script, cls: str, name: str) -> bool:
     nodes = (n for n in script.outline.module.node.body if isinstance(n, ast.ClassDef) and n.name == cls)
     fields = [s for node in nodes for s in node.body if isinstance(s, ast.AnnAssign) and key_of(s.target) == name]
     return any("GradScaler" in text_of(s.annotation) for s in fields)
-
-
-def _incomplete_checkpoints(script: Script) -> Iterator[tuple[Event, Event]]:
-    """Each saved optimizer whose dictionary has no scaler, with the event that saves one next to the optimizer elsewhere.
-
-    Only in a script that restores both, so that a run can be resumed from either file.
-    """
-    if not (script.has("load_optimizer") and script.has("load_scaler")):
-        return
-    scalers = {written: e for e in script.events("save_scaler") if (written := _dictionary(script, e)) is not None}
-    optimizers = {e.node: (e, written) for e in script.events("save_optimizer") if (written := _dictionary(script, e))}
-    complete = [scalers[written] for _, written in optimizers.values() if written in scalers]
-    for event, written in optimizers.values() if complete else ():
-        is_training = event.loops or saves(event.function.name)
-        if (
-            written not in scalers
-            and is_training
-            and not without_amp(event)
-            and _is_saved_as_it_is(script, written, event)
-        ):
-            yield event, complete[0]
-
-
-def _dictionary(script: Script, event: Event) -> ast.Dict | None:
-    """The dictionary that an event's state is an entry of."""
-    return next((node for node in script.above(event.node) if isinstance(node, ast.Dict)), None)
-
-
-def _is_saved_as_it_is(script: Script, written: ast.Dict, event: Event) -> bool:
-    """Whether a dictionary goes to a function that saves it, and nothing can add the scaler before."""
-    if None in written.keys:
-        return False
-    parent = script.outline.parents.get(written)
-    if isinstance(parent, ast.Call):
-        return saves(last_name_of(parent.func))
-    name = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else ""
-    uses = [n for n in ast.walk(event.function.node) if name and key_of(n) == name and isinstance(n, ast.expr)]
-    return any(_is_argument_of_save(script, use) for use in uses) and not any(_may_add(script, use) for use in uses)
-
-
-def _is_argument_of_save(script: Script, use: ast.expr) -> bool:
-    call = script.outline.parents.get(use)
-    return isinstance(call, ast.Call) and use in call.args and saves(last_name_of(call.func))
-
-
-def _may_add(script: Script, use: ast.expr) -> bool:
-    """Whether a use of a dictionary may add the scaler: an entry of such a name or of a variable's, or a method that adds some."""
-    parent = script.outline.parents.get(use)
-    if isinstance(parent, ast.Subscript) and parent.value is use and isinstance(parent.ctx, ast.Store):
-        key = constant(parent.slice)
-        return not isinstance(key, str) or "scal" in key.lower() or "amp" in key.lower()
-    if isinstance(parent, ast.Attribute):
-        return bool(_CHANGES.search(parent.attr))
-    return isinstance(parent, (ast.Call, ast.keyword)) and not _is_argument_of_save(script, use)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerNotSaved,)

@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
@@ -31,6 +30,8 @@ from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_cl
 from halfstep.check.script.objects.tensors import SHOWS_GRADIENTS, is_gradient, reads_gradients
 from halfstep.check.script.objects.trainers import is_trainer
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.hooked_gradients import measuring_hooks
+from halfstep.check.script.scaling.tested_norms import only_normalizes, only_tested
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -39,7 +40,6 @@ from halfstep.check.script.syntax.returned import created_by
 __all__ = ["RULES"]
 
 _SHORT = 40  # characters of an expression that a message quotes
-_FINITE = regex(r"finite|is_?nan|is_?inf(?!er)|overflow", re.IGNORECASE)
 _SCALE_NAME = regex(r"loss_?scale$", re.IGNORECASE)
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
@@ -105,7 +105,15 @@ class ScaledGradientsRead(TraceRule):
         f"{_DOCS}#working-with-unscaled-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
-    words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward", "on_train_batch_end", ".watch(")
+    words = (
+        "Accelerator",
+        "Fabric(",
+        "automatic_optimization",
+        "on_after_backward",
+        "on_train_batch_end",
+        ".watch(",
+        "_hook(",
+    )
     lines = ("wandb.init",)
     kinds = ("grad_read", "clip")
 
@@ -117,6 +125,12 @@ class ScaledGradientsRead(TraceRule):
                 script.where(call),
                 f"`{text_of(call.func)}` logs gradients in hooks of the backward, where they are multiplied by the loss scale",
                 instead="log='parameters', and log the norm of the gradients after they are unscaled",
+            )
+        for node, what in measuring_hooks(script) if _scales(script) else ():
+            yield self.finding(
+                script.where(node),
+                f"`{what}` runs in a hook of the backward pass, where gradients are multiplied by the loss scale",
+                instead="read or change the gradients after scaler.unscale_(optimizer)",
             )
         hooks = scaling_hooks(script) if "ightning" in script.source.text else {}
         for function, reason in hooks.items():
@@ -151,7 +165,7 @@ class ScaledGradientsRead(TraceRule):
             return None
         steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
         is_between = not steps and _between_steps(trace, index, trace[start].scaler)
-        if not (steps or is_between) or _only_normalizes(script, event) or _only_tested(script, event):
+        if not (steps or is_between) or only_normalizes(script, event) or only_tested(script, event):
             return None
         if steps and scales_between(trace, start, steps[0]):
             return None  # what is measured is divided by `scaler.get_scale()`
@@ -199,7 +213,7 @@ class ScaledGradientsRead(TraceRule):
                 instead = f"call {engine.key}.clip_gradients first, which unscales and returns the norm"
         else:
             return None
-        if precision not in {"fp16", "?"} or _only_tested(script, event):
+        if precision not in {"fp16", "?"} or only_tested(script, event):
             return None
         if precision == "?" and script.autocasts and all(a.dtype == "bfloat16" for a in script.autocasts):
             return None  # the file computes in bfloat16
@@ -260,62 +274,6 @@ def _between_steps(trace: Trace, index: int, scaler: str) -> bool:
     steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == scaler and e.loops]
     steps = [e for e in steps if event.loops[: len(e.loops)] == e.loops]
     return any(guard.opposite in e.guards for guard in event.accumulating for e in steps)
-
-
-def _only_normalizes(script: Script, event: Event) -> bool:
-    """Whether a norm only divides gradients, as in adversarial training: the scale cancels in `grad / grad.norm()`."""
-    statement = script.statement(event.node)
-    if not isinstance(statement, ast.Assign) or statement.value is not event.node:
-        return _divides_gradient(script, event.node, event.function)
-    name = key_of(statement.targets[0])
-    scope = event.function.node
-    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
-    uses = [n for n in uses if not isinstance(_outside_arithmetic(script, n), (ast.Compare, ast.Call))]
-    return bool(uses) and all(_divides_gradient(script, n, event.function) for n in uses)
-
-
-def _only_tested(script: Script, event: Event) -> bool:
-    """Whether a norm is only tested for inf and NaN, which the scale does not change: `is_finite(float(norm))`."""
-    statement = script.statement(event.node)
-    if not isinstance(statement, ast.Assign) or statement.value is not event.node:
-        return False
-    name, scope = key_of(statement.targets[0]), ast.walk(event.function.node)
-    uses = [n for n in scope if isinstance(n, (ast.Name, ast.Attribute)) and key_of(n) == name]
-    loads = [n for n in uses if isinstance(n.ctx, ast.Load)]
-    return bool(name and loads) and all(map(partial(_is_tested, script), loads))
-
-
-def _is_tested(script: Script, node: ast.AST) -> bool:
-    """Whether a number is an argument of a function that is named for values that are not finite."""
-    for parent in script.above(node):
-        if isinstance(parent, ast.Call):
-            name = text_of(parent.func).rsplit(".", 1)[-1]
-            if _FINITE.search(name):
-                return True
-            if name not in {"float", "item", "detach", "tensor", "as_tensor"}:
-                return False
-        elif not isinstance(parent, (ast.keyword, ast.Attribute)):
-            return False
-    return False
-
-
-def _outside_arithmetic(script: Script, node: ast.AST) -> ast.AST | None:
-    """What a number is used in: a test or a function of it, such as `norm != 0` and `torch.isnan(norm)`."""
-    parent = script.outline.parents.get(node)
-    is_test = isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1] in {"isnan", "isinf", "isfinite"}
-    is_zero = isinstance(parent, ast.Compare) and all(constant(c) == 0 for c in parent.comparators)
-    return parent if is_test or is_zero else None
-
-
-def _divides_gradient(script: Script, node: ast.AST, function: Function) -> bool:
-    """Whether a number, perhaps with a small constant added, is the divisor of a gradient."""
-    parent = script.outline.parents.get(node)
-    while isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
-        node, parent = parent, script.outline.parents.get(parent)
-    if not isinstance(parent, ast.BinOp) or not isinstance(parent.op, ast.Div) or parent.right is not node:
-        return False
-    parts = (part for part in ast.walk(parent.left) if isinstance(part, ast.expr))
-    return any(is_gradient(script.outline, part, function) for part in parts)
 
 
 def _read(event: Event) -> str:

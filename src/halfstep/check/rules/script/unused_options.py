@@ -11,12 +11,14 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.precision_options import PRECISION_OPTION
-from halfstep.check.script.flow.run_format import names_other_format, unused_bf16
 from halfstep.check.script.idle.idle_choices import idle_choices
+from halfstep.check.script.idle.idle_commands import idle_commands
+from halfstep.check.script.idle.idle_constants import idle_constants
+from halfstep.check.script.idle.idle_formats import idle_formats
 from halfstep.check.script.idle.idle_limits import idle_attributes, idle_limits
 from halfstep.check.script.idle.stored_flags import idle_flags, powerless_flags, shadowed_flags
+from halfstep.check.script.idle.unanswered import unanswered_formats
 from halfstep.check.script.idle.unread_keys import unread_keys
-from halfstep.check.script.objects.chosen import chooses_format, is_local, is_used_instead, num_reads, own_bindings
 from halfstep.check.script.objects.command_line import Options, dataclass_fields, is_amplitude, names_format, stays_here
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import passed_for
@@ -25,7 +27,7 @@ from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.outline import Function
-from halfstep.check.script.syntax.shown import is_only_shown
+from halfstep.check.script.syntax.shown import only_reaches_messages
 from halfstep.check.script.syntax.unread import (
     fixed_dtypes,
     inherits,
@@ -53,10 +55,7 @@ _PARAMETER = regex(r"precision|mixed_precision|(torch_|amp_|model_)?dtype|fp16|b
 _PASSED = regex(_FLAG.pattern + r"|precision|(torch_|model_)?dtype|(use_|load_(in_)?)?[48]_?bit")
 _SETS_UP = regex(r"load|build|create|make|setup|get_|init|train|fit|main|run", re.IGNORECASE)
 _ASIDE = regex(r"eval|valid|test|infer|sampl|generat|export|save|log_|predict|bench", re.IGNORECASE)
-# A variable for a number format, functions that may read it by its name, and what may compute in 16 bits.
-_FORMAT = regex(
-    r"(pt|amp|torch|train|model|weight|compute|autocast)?_?dtype|((train|training|trainer|mixed)_)?precision"
-)
+# Functions that may read a variable by its name, and what may compute in 16 bits.
 _BY_NAME = {"locals", "globals", "exec"}
 _AMP = regex(r"[\w.]*\b(use_|enable_)?(amp|mixed_precision)|scaler")
 _TRAINED = (
@@ -107,6 +106,12 @@ def setup(config, precision=None):
 
 def _num_statements(function: Function) -> int:
     return sum(1 for statement in function.body for n in ast.walk(statement) if isinstance(n, ast.stmt))
+
+
+def _is_shown(script: Script, node: ast.expr) -> bool:
+    """Whether a value reaches nothing but messages of its function."""
+    scope = next((n for n in script.above(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)), script.tree)
+    return only_reaches_messages(script.outline.parents, scope, node)
 
 
 def _settings_of(script: Script) -> Settings:
@@ -184,7 +189,7 @@ class UnusedPrecisionOption(ScriptRule):
         loads = [n for n in options.nodes if isinstance(n, ast.Attribute) and not full(n) and n.attr in values]
         called = {n.func for n in options.nodes if isinstance(n, ast.Call)}
         loads = [n for n in loads if n not in called]  # `self.amp()` is a method
-        read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not is_only_shown(script.outline, n)}
+        read = {n.attr for n in loads if not isinstance(n.ctx, ast.Load) or not _is_shown(script, n)}
         read |= key_strings(script.outline, options.nodes)
         for call, flag, name in precise:
             if name not in read and argument(call, None, "dest") is None:
@@ -217,48 +222,29 @@ class UnusedPrecisionOption(ScriptRule):
             return
         named = _settings_of(script)
         fields = unread_settings(script.outline, script.tree, script.source.text, named)
-        for node, what, use in itertools.chain(fields, unread_keys(script, named)):
+        for node, what, use in itertools.chain(
+            fields, unread_keys(script, named), idle_commands(script, named), idle_constants(script, named)
+        ):
             text = f"{what}: the run is the same with and without it"
             yield self.finding(script.where(node), text, instead=f"{use}, or remove it")
 
     def _choices(self, script: Script) -> Iterator[Finding]:
-        """Formats that an expression or a literal chooses for a variable which nothing reads, in a file that trains."""
-        steps = "backward" in script.outline.calls and script.has("opt_step", "scaler_step", "owned_step")
-        if not steps and not any(name.endswith("Trainer") for name in script.outline.calls):
-            return
-        named = [key for key in script.outline.bindings if _FORMAT.fullmatch(key.removeprefix("self."))]
-        read = read_names(all_nodes(script.tree)) if named else set()
-        for key in named:
-            name, bindings = key.removeprefix("self."), own_bindings(script.outline, key)
-            values = [b for b in bindings if b.index is None]
-            chosen = [b for b in values if chooses_format(script.outline, b.value)]
-            chosen = chosen or [b for b in values if names_other_format(script, name, b.value)]
-            first = chosen[0] if chosen else None
-            is_read = name in read and (name != key or not is_local(script.outline, bindings))
-            is_read |= first is not None and Options(script).may_be_read(first.value)
-            if first is None or len(chosen) != len(bindings) or is_read:
-                continue
-            # By the text: the tree has what a table gives in the place of the variable.
-            if name == key and (num_reads(script.source.text, name) or script.outline.calls.keys() & _BY_NAME):
-                continue
-            # Another file may read an attribute, unless this one uses the parameter in its place.
-            if name != key and not is_used_instead(first.function.node, first.node):
-                continue
-            option = Options(script).only_for(first.value) if first.value is not None and len(chosen) == 1 else None
-            place, flag = option or (first.node, "")
-            yield self.finding(
-                script.where(place),
-                (f"`{flag}` only chooses `{key}`, which is" if option else f"`{key}` is assigned and")
-                + " never read: the format that it chooses is not the one of the run",
-                instead=f"use `{key}` for autocast, the model or the trainer, or remove it",
-            )
+        """Formats that an expression or a literal chooses for a variable which nothing but messages read, in a file that trains."""
+        for place, what, key in idle_formats(script):
+            text = f"{what}: the format that it chooses is not the one of the run"
+            instead = f"use `{key}` for autocast, the model or the trainer, or remove it"
+            yield self.finding(script.where(place), text, instead=instead)
 
     def _unanswered(self, script: Script) -> Iterator[Finding]:
-        """Settings that ask for bfloat16 in a file that trains and only knows float16."""
-        for node, name in unused_bf16(script) if "backward" in script.outline.calls else ():
-            text = f"`{name}` asks for bfloat16, and nothing in this file computes in it: only float16 enters autocast"
-            instead = "enter autocast with dtype=torch.bfloat16 as well, without the scaler"
-            yield self.finding(script.where(node), text, instead=instead)
+        """Settings that ask for one 16-bit format in a file that trains and only knows the other."""
+        for node, name, asked, computed in unanswered_formats(script) if "backward" in script.outline.calls else ():
+            text = (
+                f"`{name}` asks for {asked}, and nothing in this file computes in it: only {computed} enters autocast"
+            )
+            scaler = ", without the scaler" if asked == "bfloat16" else ", with a scaler"
+            yield self.finding(
+                script.where(node), text, instead=f"enter autocast with dtype=torch.{asked} as well{scaler}"
+            )
 
     def _unread(self, script: Script) -> Iterator[Finding]:
         """Precision flags that a training function reads from its settings into a variable, and uses nowhere."""

@@ -241,7 +241,14 @@ def is_validation(script: Script, event: Event) -> bool:
 def reads_data(script: Script, event: Event) -> bool:
     """Whether the loop around a forward, in its own function, goes through a data loader and trains nothing."""
     loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
-    if loop is None or not _LOADER.search(text_of(loop.iter)):
+    if loop is None:
+        return False
+    key = key_of(loop.iter)
+    created = script.outline.values(key, event.function) if key and not _LOADER.search(key) else []
+    if not any(
+        _LOADER.search(text)
+        for text in (text_of(loop.iter), *(text_of(v.func) for v in created if isinstance(v, ast.Call)))
+    ):
         return False
     calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
     return not any(isinstance(func, ast.Attribute) and func.attr in {"backward", "step"} for func in calls)

@@ -18,8 +18,8 @@ from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, mode
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
-from halfstep.check.script.scaling.schedules import schedules_value
-from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.scaling.schedules import called_name, looped_calls, schedules_value, sets_rate, stored_in
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
@@ -104,7 +104,7 @@ class Recogniser:
     def _find_kind(self, key: str, function: Function) -> str:
         name = _last(key)
         kinds = set()
-        for value in self.outline.values(key, function):
+        for value in self.outline.values(key, function) or stored_in(self.outline, key):
             for option in options_of(value):
                 if isinstance(option, ast.Constant) and option.value is None:
                     continue
@@ -143,14 +143,14 @@ class Recogniser:
             return "" if key_of(value.value if isinstance(value, ast.Subscript) else value) else "other"
         if make_scaler(self.outline, value, function):
             return "scaler"
-        name = self.outline.names.full(value.func) or ".".join(chain(value.func))
+        name = called_name(self.outline, value.func)
         last = name.rsplit(".", 1)[-1]
         is_read = last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args)
         if is_read or last == "step":
             return ""  # `kwargs.get("scaler")`: passed like a parameter; `optimizer = schedule.step(i, optimizer)`
         if last == "instantiate" and value.args:
             last = _last(key_of(value.args[0])) or last  # of Hydra: `instantiate(cfg.amp.scaler)`
-        if "lr_scheduler" in name or _SCHEDULES.search(last) or last.endswith("LR"):
+        if "lr_scheduler" in name or _SCHEDULES.search(last) or last.endswith("LR") or sets_rate(self.outline, last):
             return "other" if schedules_value(value, name) else "scheduler"
         if _OPTIM_CLASS.search(f"{name}.{last}"):
             return "optimizer"
@@ -273,13 +273,9 @@ class Recogniser:
         return Action("backward", subject=key or first_key(receiver), scaled=by_name)
 
     def _scales_in(self, node: ast.AST, function: Function) -> list[str]:
-        scalers = []
-        for part in ast.walk(node):
-            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
-                key = key_of(part.func.value)
-                if key and self.kind_of(key, function) in {"scaler", "wrapper"}:
-                    scalers.append(key)
-        return scalers
+        called = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+        keys = (key_of(f.value) for f in called if isinstance(f, ast.Attribute) and f.attr == "scale")
+        return [key for key in keys if key and self.kind_of(key, function) in {"scaler", "wrapper"}]
 
     def scaler_in(self, node: ast.AST, function: Function) -> str:
         """The scaler that scales a value; "" if none does."""
@@ -322,7 +318,8 @@ class Recogniser:
             # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
             return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         looped = looped_objects(self.outline, call, key, function) if not kind and key.isidentifier() else []
-        kinds = {kind, *(self.kind_of(k, function) for k in looped)}
+        made = () if kind else looped_calls(self.outline, call, key, function)
+        kinds = {kind, *(self.kind_of(k, function) for k in looped), *(self._created(v, function) for v in made)}
         is_schedule = "scheduler" in kinds
         if "optimizer" in kinds and not is_schedule:
             return Action("opt_step", optimizer=key)  # `for o in optimizers: o.step()`

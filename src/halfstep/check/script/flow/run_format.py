@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import field_defaults, strings_of
-from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of, keyword_of, returned_by
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite, default_of
-from halfstep.check.script.syntax.shown import is_only_shown
 
 __all__ = [
+    "COMPUTES",
+    "FORMAT_NAMES",
     "ON",
     "OPTION",
     "bf16_run",
     "bf16_weights",
+    "computed_formats",
     "flag_states",
     "fp16_training",
     "is_in_own_run",
     "names_other_format",
-    "unused_bf16",
 ]
 
 _ARGUMENTS = ("TrainingArguments", "Config")
@@ -50,9 +48,8 @@ _BF16 = regex(r"bf16|bfloat16", re.IGNORECASE)
 _SUPPORT = regex(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
 _CAPABILITY = regex(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
 # What a run computes in, by the name of a variable and by that of a format; `dtype` may be that of the weights.
-_IS_FLOAT16 = regex(r"^[\w.]+ == ['\"](fp16|float16|16-mixed|half|16)['\"]$")
-_COMPUTES = regex(r"(amp|train|compute|autocast)_?dtype|((train|training|trainer|mixed)_)?precision")
-_NAMES = {
+COMPUTES = regex(r"(amp|train|compute|autocast)_?dtype|((train|training|trainer|mixed)_)?precision")
+FORMAT_NAMES = {
     "fp16": "float16", "16": "float16", "float16": "float16", "half": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16",
     "fp32": "float32", "32": "float32", "float32": "float32",
 }  # fmt: skip
@@ -281,84 +278,16 @@ def fp16_training(script: Script) -> ast.expr | None:
 def names_other_format(script: Script, name: str, value: ast.expr | None) -> bool:
     """Whether a variable for the format to compute in is a literal, and the file certainly computes in 16 bits of another."""
     full = script.outline.names.full(value) if value is not None else ""
-    named = DTYPES.get(full) or _NAMES.get(
+    named = DTYPES.get(full) or FORMAT_NAMES.get(
         str(constant(value)).lower().removesuffix("-mixed").removesuffix("-true"), ""
     )
-    if value is None or not named or not _COMPUTES.fullmatch(name):
+    if value is None or not named or not COMPUTES.fullmatch(name):
         return False
-    computed = _computed_formats(script)
+    computed = computed_formats(script)
     return bool(computed & SIXTEEN_BIT) and not computed & {named, UNKNOWN}
 
 
-def unused_bf16(script: Script) -> Iterator[tuple[ast.AST, str]]:
-    """Parameters and options that ask for bfloat16, each with its name, in a file that only compares them and computes in float16 only."""
-    outline = script.outline
-    regions = [a for a in script.autocasts if a.enabled != "no"]
-    if not regions or _computed_formats(script) != {"float16"} or "bf" not in script.source.text.lower():
-        return
-    # A region that is on all the same is HS136's: it computes in float16 when bfloat16 was asked for.
-    if not all(_is_for_float16(outline, a.enabled) or conditions_of(outline, a.node) for a in regions):
-        return
-    nodes = all_nodes(script.tree)
-    if any(isinstance(n, ast.Attribute) and n.attr == "bfloat16" for n in nodes) or "getattr" in outline.calls:
-        return
-    asked: dict[str, ast.AST] = {}
-    for function in outline.functions:
-        for name in function.params if not isinstance(function.node, ast.Module) else ():
-            default = default_of(function, name) if _COMPUTES.fullmatch(name) else None
-            passed = list(outline.passed(name, function)) if default is not None else []
-            if default is not None and all(_is_bf16(value) for value in (default, *(v for v, _ in passed))):
-                asked.setdefault(name, default)
-    for call, _ in outline.calls.get("add_argument", ()):
-        name = str(constant(call.args[0])).lstrip("-").replace("-", "_") if call.args else ""
-        default = argument(call, None, "default")
-        if _COMPUTES.fullmatch(name) and default is not None and _is_bf16(default):
-            asked.setdefault(name, default)
-    yield from ((node, name) for name, node in asked.items() if _is_only_compared(outline, nodes, name))
-
-
-def _is_for_float16(outline: Outline, flag: str) -> bool:
-    """Whether a flag is a comparison with the name of float16."""
-    bound = [text_of(b.value) for b in outline.bindings.get(flag, ()) if b.value is not None]
-    return all(map(_IS_FLOAT16.search, bound or [flag]))
-
-
-def _is_bf16(node: ast.expr) -> bool:
-    return str(constant(node)) in {"bf16", "bfloat16", "bf16-mixed"}
-
-
-def _is_only_compared(outline: Outline, nodes: Collection[ast.AST], name: str) -> bool:
-    """Whether a setting is compared with float16, and used for nothing else than tests, messages and copies of itself."""
-    is_tested = False
-    for node in nodes:
-        is_name = (node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")) == name
-        if not is_name or not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
-            continue
-        if is_only_shown(outline, node) or any(
-            isinstance(part, ast.Raise | ast.Assert) for part in outline.above(node)
-        ):
-            continue
-        parent = outline.parents.get(node)
-        if isinstance(parent, ast.Assign) and parent.value is node:
-            if any(key_of(target).rpartition(".")[2] != name for target in parent.targets):
-                return False
-        elif not isinstance(parent, ast.Compare):
-            return False
-        elif not _rejects(outline, parent):
-            strings = {str(n.value) for n in ast.walk(parent) if isinstance(n, ast.Constant)}
-            if any(_BF16.search(string) for string in strings) or not isinstance(parent.ops[0], ast.Eq):
-                return False
-            is_tested |= any(_NAMES.get(string.removesuffix("-mixed")) == "float16" for string in strings)
-    return is_tested
-
-
-def _rejects(outline: Outline, test: ast.expr) -> bool:
-    """Whether a test only raises: `if precision not in (...): raise`."""
-    parent = outline.parents.get(test)
-    return isinstance(parent, ast.If) and isinstance(parent.body[-1], ast.Raise)
-
-
-def _computed_formats(script: Script) -> frozenset[str]:
+def computed_formats(script: Script) -> frozenset[str]:
     """The formats of fp16 or bf16 training, autocast and 4-bit layers; "?" for each that the file leaves open."""
     outline = script.outline
     formats = {name for region in script.autocasts for name in region.dtypes}
@@ -371,5 +300,7 @@ def _computed_formats(script: Script) -> frozenset[str]:
                 states = flag_states(outline, keyword_of(outline, call, function, name), function)
                 formats |= frozenset() if states == {OFF} else frozenset({full if states == {ON} else UNKNOWN})
             mixed = keyword_of(outline, call, function, "mixed_precision", "precision")
-            formats |= frozenset({_NAMES.get(str(constant(mixed)), UNKNOWN)}) if mixed is not None else frozenset()
+            formats |= (
+                frozenset({FORMAT_NAMES.get(str(constant(mixed)), UNKNOWN)}) if mixed is not None else frozenset()
+            )
     return frozenset(formats)

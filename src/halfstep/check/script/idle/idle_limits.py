@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from halfstep.check.regex import regex
+from halfstep.check.script.idle.idle_commands import is_shown
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.outline import Binding, Function
@@ -42,17 +43,8 @@ def idle_limits(script: Script, settings: Settings) -> Iterator[tuple[ast.AST, F
             use = settings.use_of_number(parameter.arg)
             if use and is_unread(text, function, parameter.arg):
                 yield parameter, function, "never reads", use
-            elif use and _is_shown(script, function, parameter.arg):
+            elif use and is_shown(script, function, parameter.arg):
                 yield parameter, function, "only prints", use
-
-
-def _is_shown(script: Script, function: Function, name: str) -> bool:
-    """Whether messages are all that a function uses a parameter for; a name that the tree does not have at all is a value there."""
-    nodes = [n for statement in function.body for n in ast.walk(statement)]
-    loads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
-    lines = script.source.text.splitlines()[function.body[0].lineno - 1 : function.body[-1].end_lineno]
-    written = sum(len(re.findall(rf"(?<!\.)\b{name}\b", line.partition("#")[0])) for line in lines)
-    return bool(loads) and written == len(loads) and all(is_only_shown(script.outline, n) for n in loads)
 
 
 def idle_attributes(script: Script, settings: Settings) -> Iterator[tuple[ast.AST, str, str]]:

@@ -191,6 +191,8 @@ def chooses_format(outline: Outline, value: ast.expr | None) -> bool:
             return True
     if any(_reads_dtype(outline, n) for n in ast.walk(value)):
         return True
+    if _is_looked_up(outline, value):
+        return True
     full = outline.names.full
     return len({full(n) for n in ast.walk(value) if isinstance(n, ast.Attribute)} & DTYPES.keys()) > 1
 
@@ -199,7 +201,19 @@ def _reads_dtype(outline: Outline, node: ast.AST) -> bool:
     """Whether an expression is `getattr(torch, args.dtype)`, with an attribute of settings as the name."""
     if not isinstance(node, ast.Call) or key_of(node.func) != "getattr" or len(node.args) < 2:
         return False
-    return outline.names.full(node.args[0]) == "torch" and "dtype" in key_of(node.args[1])
+    name = node.args[1]
+    text = key_of(name) or (ast.unparse(name).lower() if isinstance(name, ast.Call) else "")
+    return outline.names.full(node.args[0]) == "torch" and "dtype" in text
+
+
+def _is_looked_up(outline: Outline, value: ast.expr) -> bool:
+    """Whether an expression looks up a table of this file with several formats: `FORMATS[os.environ["PRECISION"]]`."""
+    func = value.func if isinstance(value, ast.Call) else None
+    is_get = isinstance(func, ast.Attribute) and func.attr == "get"
+    table = func.value if isinstance(func, ast.Attribute) and is_get else getattr(value, "value", None)
+    bound = [b.value for b in outline.bindings.get(key_of(table), ())] if isinstance(table, ast.Name) else []
+    formats = {outline.names.full(v) for t in bound if isinstance(t, ast.Dict) for v in t.values} & DTYPES.keys()
+    return len(formats) > 1
 
 
 def own_bindings(outline: Outline, key: str) -> list[Binding]:

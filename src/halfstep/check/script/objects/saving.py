@@ -53,6 +53,8 @@ _BUILDS = regex(r"(^|\.)_*(build|make|create|pack|compose|assemble|prepare)_(\w+
 _ABOUT = regex(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
 _OWNS_STATE = regex(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 _FLAG = regex(r"(use|uses|enable|enabled|has|with|is)_")
+_COLLECTIONS = {"dict", "OrderedDict", "SimpleNamespace"}
+_VIEWS = {"zip", "enumerate", "list", "tuple", "sorted", "vars"}
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -302,7 +304,7 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
     elif isinstance(node, ast.Call):
         name = key_of(node.func)
         is_built = bool(_BUILDS.search(name)) and outline.call_target(node, function) is None
-        if is_built or name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
+        if is_built or name.rpartition(".")[2] in _COLLECTIONS | _VIEWS:
             parts = [*node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node.func, ast.Attribute) and node.func.attr in {"items", "values"}:
             parts = [node.func.value]
@@ -317,8 +319,10 @@ def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 
         for value in collections[:MAX_DEPTH]:
             yield from _members(outline, value, function, depth + 1)
         for added, bindings in outline.bindings.items() if collections else ():
-            if added.startswith(f"{key}["):
+            if added.startswith((f"{key}[", f"{key}.")):
                 for value in (b.value for b in bindings if b.value is not None):
+                    if isinstance(value, ast.Call) and not text_of(value.func).endswith("state_dict"):
+                        yield added  # `kit.scaler = GradScaler()`
                     yield from _members(outline, value, function, depth + 1)
     for part in parts:
         if part is not None:
@@ -341,7 +345,7 @@ def _collected(outline: Outline, key: str, function: Function) -> Iterator[str]:
 
 def _is_collection(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
-        return key_of(node.func) == "dict"
+        return key_of(node.func).rpartition(".")[2] in _COLLECTIONS
     return isinstance(node, (ast.Tuple, ast.List, ast.Dict))
 
 

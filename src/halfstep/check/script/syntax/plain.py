@@ -111,9 +111,26 @@ def _nest(node: ast.With | ast.AsyncWith) -> None:
     names = {key_of(item.optional_vars) for item in node.items if item.optional_vars is not None}
     for index in range(len(node.body) - 2, -1, -1):
         part = node.body[index]
-        call = part.value if isinstance(part, ast.Expr) else None
-        func = call.func if isinstance(call, ast.Call) else None
-        is_entered = isinstance(func, ast.Attribute) and func.attr == "enter_context" and key_of(func.value) in names
-        if is_entered and isinstance(call, ast.Call) and len(call.args) == 1:
-            inner = ast.With([ast.withitem(call.args[0])], node.body[index + 1 :])
+        entered = _entered(part, names)
+        if entered is not None:
+            inner = ast.With([ast.withitem(entered)], node.body[index + 1 :])
             node.body[index:] = [ast.copy_location(inner, part)]
+
+
+def _entered(part: ast.AST, names: set[str]) -> ast.expr | None:
+    """The context that a statement enters into one of the stacks; of `if amp: stack.enter_context(autocast(...))` with `enabled=amp`."""
+    is_branch = isinstance(part, ast.If) and len(part.body) == 1 and not part.orelse
+    statement = part.body[0] if isinstance(part, ast.If) and is_branch else part
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    func = call.func if isinstance(call, ast.Call) else None
+    is_entered = isinstance(func, ast.Attribute) and func.attr == "enter_context" and key_of(func.value) in names
+    if not is_entered or not isinstance(call, ast.Call) or len(call.args) != 1:
+        return None
+    context = call.args[0]
+    if not isinstance(part, ast.If):
+        return context
+    is_region = isinstance(context, ast.Call) and key_of(context.func).rpartition(".")[2] == "autocast"
+    if not isinstance(context, ast.Call) or not is_region or any(k.arg in {"enabled", None} for k in context.keywords):
+        return None
+    enabled = ast.copy_location(ast.keyword("enabled", part.test), part.test)
+    return ast.copy_location(ast.Call(context.func, context.args, [*context.keywords, enabled]), context)

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Outline, last_name_of
 
-__all__ = ["SHOWS", "is_message", "is_only_shown", "shows_only"]
+__all__ = ["SHOWS", "is_message", "is_only_shown", "only_reaches_messages", "shows_only"]
 
 # Functions that print, log or describe what they receive.
 SHOWS = frozenset({
     "print", "pprint", "info", "debug", "warning", "warn", "error", "log", "write", "add_text", "rule", "secho", "echo", "rank_zero_info",
-    "print_rank_0", "print_rank0", "print0", "log_info", "log_message",
+    "print_rank_0", "print_rank0", "exception", "critical", "success", "print0", "log_info", "log_message",
 })  # fmt: skip
 # Functions that record the settings of a run next to its results; `wandb.init(config=...)` is one by its keyword.
 _RECORDS = frozenset({"log_hyperparams", "log_params", "log_param", "log_config", "init_trackers", "add_hparams"})
 _PASSES_ON = (ast.keyword, ast.FormattedValue, ast.JoinedStr, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp)
+_PLAIN = {"int", "float", "str", "max", "min", "len"}
 _TEXT = {"str", "repr", "format", "bool", "upper", "lower", "join"}
 
 
@@ -50,6 +51,24 @@ def is_message(parents: Mapping[ast.AST, ast.AST], node: ast.expr) -> bool:
     if in_table or not isinstance(part, ast.If) or part.test is not child:
         return False
     return shows_only([*part.body, *part.orelse], key)
+
+
+def only_reaches_messages(parents: Mapping[ast.AST, ast.AST], scope: ast.AST, node: ast.expr, depth: int = 2) -> bool:
+    """Whether a value is part of messages alone, also through variables of a function: `total = batch * accum; print(total)`."""
+    if is_message(parents, node):
+        return True
+    part, child = parents.get(node), node
+    while isinstance(part, ast.BinOp | ast.UnaryOp | ast.Call | ast.JoinedStr | ast.FormattedValue | ast.IfExp):
+        if isinstance(part, ast.Call) and (last_name_of(part.func) not in _PLAIN or child is part.func):
+            return False
+        child, part = part, parents.get(part)
+    target = part.targets[0] if isinstance(part, ast.Assign) and len(part.targets) == 1 else None
+    if not isinstance(target, ast.Name) or not depth:
+        return False
+    loads = [
+        n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load)
+    ]
+    return bool(loads) and all(only_reaches_messages(parents, scope, load, depth - 1) for load in loads)
 
 
 def shows_only(body: list[ast.stmt], flag: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""Settings of a file that trains which nothing in it reads: fields, class attributes, constants and options of a command.
+"""Settings of a file that trains which nothing in it reads: fields, class attributes and constants.
 
 Another file may read some of them. This one is where settings are used if it reads most of the others.
 """
@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.children import all_nodes, all_statements
-from halfstep.check.script.syntax.outline import Function, Outline
-from halfstep.check.script.syntax.unread import is_unread, last_of, read_names
+from halfstep.check.script.syntax.outline import Outline
+from halfstep.check.script.syntax.unread import last_of, read_names
 
-__all__ = ["FEW", "SETTINGS", "Settings", "for_this_file", "unread_settings"]
+__all__ = ["FEW", "PRECISION_USE", "SETTINGS", "Settings", "for_this_file", "unread_settings"]
 
-_PRECISION_USE = "use it for autocast, the scaler or the arguments of the trainer"
+PRECISION_USE = "use it for autocast, the scaler or the arguments of the trainer"
 FEW = 5  # fields; with fewer, a file may as well only create the object
 SETTINGS = regex(
     r"^(cfg|conf|config|args|hparams?|hyper_?param\w*|params|settings?|opts?|options)$|(config|cfg|_settings|_args)$",
     re.IGNORECASE,
 )
 _STEPS = regex(r"clip_|accum|(train|optim\w*)_(step|batch|epoch|one|loop)|^(train|fit)$", re.IGNORECASE)
-_COMMANDS = {"command", "option", "argument", "pass_context"}  # decorators of click and typer
 _WHOLE = {"asdict", "astuple", "vars", "__dict__", "model_dump"}
 _MODELS = {"BaseModel", "BaseSettings", "NamedTuple"}  # of pydantic and typing: they declare fields as a dataclass does
 _FORMAT = regex(r"((torch|amp|train|training|compute|mixed|autocast)_)?(dtype|precision)")
@@ -87,7 +86,7 @@ class Settings:
     def use_of_field(self, name: str, value: ast.expr | None) -> str:
         """What should use a field or a key of this name; empty for one of something else."""
         if self.field.fullmatch(name.lower()) or (self.has_formats and _is_format(name, value)):
-            return _PRECISION_USE
+            return PRECISION_USE
         return self.use_in_step(name, value)
 
     def use_in_step(self, name: str, value: ast.expr | None) -> str:
@@ -111,7 +110,6 @@ def unread_settings(outline: Outline, tree: ast.Module, text: str, settings: Set
         settings = for_this_file(outline, nodes, settings)
         yield from _fields(outline, tree, text, settings, read_names(nodes))
     yield from _constants(outline, tree, text, settings)
-    yield from _commands(outline, text, settings.flag)
 
 
 def for_this_file(outline: Outline, nodes: Collection[ast.AST], settings: Settings) -> Settings:
@@ -226,38 +224,9 @@ def _constants(outline: Outline, tree: ast.Module, text: str, settings: Settings
             is_switch = isinstance(value.value, bool) and settings.flag.fullmatch(name.lower())
             # `MAX_NORM` is the limit of the gradients in a script; a field or an option may be that of an embedding.
             step_name = "max_grad_norm" if name.lower() == "max_norm" else name
-            use = _PRECISION_USE if is_switch else settings.use_in_step(step_name, value)
+            use = PRECISION_USE if is_switch else settings.use_in_step(step_name, value)
             if use and len(re.findall(rf"\b{name}\b", text)) == 1:
                 yield statement, f"`{name}` is assigned and never read", use
-
-
-def _commands(outline: Outline, text: str, flag: re.Pattern[str]) -> Unread:
-    """Options of a function that click, typer or fire runs as a command, which the function never reads."""
-    runs = {("typer", "run"), ("fire", "Fire"), ("tyro", "cli")}
-    started = set()
-    for package, name in runs:
-        for call, _ in outline.calls.get(name, ()):
-            if (
-                outline.names.full(call.func) == f"{package}.{name}"
-                and call.args
-                and isinstance(call.args[0], ast.Name)
-            ):
-                started.add(call.args[0].id)
-    for function in outline.functions:
-        decorators = list(map(last_of, getattr(function.node, "decorator_list", ())))
-        is_command = "command" in decorators and set(decorators) <= _COMMANDS and outline.names.uses("click", "typer")
-        if not is_command and not (function.name in started and not decorators):
-            continue
-        if "locals" in outline.calls or re.search(r"\bctx\b|\bcontext\.(params|args)", text):
-            continue
-        for argument in _arguments(function):
-            if flag.fullmatch(argument.arg) and is_unread(text, function, argument.arg):
-                what = f"the option `--{argument.arg.replace('_', '-')}` of `{function.name}` is never read"
-                yield argument, what, _PRECISION_USE
-
-
-def _arguments(function: Function) -> list[ast.arg]:
-    return [] if isinstance(function.node, ast.Module) else _parameters(function.node)
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
