@@ -19,14 +19,14 @@ from typing import Any
 from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.plain import branch_matches
-from halfstep.check.simulation.chosen import ChosenRun, is_command
 from halfstep.check.simulation.contexts import Closed, Left
 from halfstep.check.simulation.gradients import Mishap, Raised
 from halfstep.check.simulation.library import Stopped
-from halfstep.check.simulation.offers import Offers, in_words, may_offer, strings_of_formats
 from halfstep.check.simulation.paths import Exhausted, Path, Search
 from halfstep.check.simulation.records import Records
 from halfstep.check.simulation.relevance import Relevance
+from halfstep.check.simulation.settings.chosen import ChosenRun, is_command
+from halfstep.check.simulation.settings.offers import Offers, in_words, may_offer, strings_of_formats
 from halfstep.check.simulation.simulation import Simulation
 from halfstep.check.simulation.typed import Typed
 from halfstep.check.simulation.values import Class, Env, Func, Instance, Suspended

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.check.regex import regex
-from halfstep.check.simulation.enums import Enums, is_enum
-from halfstep.check.simulation.offers import Offers
+from halfstep.check.simulation.settings.enums import Enums, is_enum
+from halfstep.check.simulation.settings.offers import Offers
 from halfstep.check.simulation.typed import Typed
 from halfstep.check.simulation.values import (
     Class,
