@@ -19,7 +19,8 @@ from halfstep.check.script.objects.engines import (
 )
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.owners import created_here, list_of, members_of, prepared_if
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.lightning_optimizers import wrapping_of
 from halfstep.check.script.scaling.prepared import prepared_for, prepared_in, stays_in
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -167,8 +168,10 @@ class OptimizerNotPrepared(TraceRule):
         before = next(earlier(trace, index, "owned_backward"), None)
         if precision not in {"fp16", "?"} or before is None or trace[before].subject != "self":
             return None
+        stepped = event.node.func.value if isinstance(event.node.func, ast.Attribute) else None
         values = [value for b in script.outline.lookup(event.optimizer, event.function) for value in _copied(script, b)]
-        if not values or not all(_is_raw(script, value) for value in values):
+        is_torch = bool(values) and all(isinstance(v, ast.Call) and _is_torch_optimizer(script, v) for v in values)
+        if not is_torch and wrapping_of(script.outline, stepped, event.function) != "raw":
             return None
         state = "" if precision == "fp16" else "with precision='16-mixed' "
         name = event.local.optimizer or event.optimizer
@@ -196,14 +199,6 @@ def _copied(script: Script, binding: Binding) -> list[ast.expr | None]:
     key = key_of(value)
     own = script.outline.lookup(key, binding.function) if key.startswith("self.") and key.count(".") == 1 else []
     return [b.value if b.index is None else None for b in own] if own else [value]
-
-
-def _is_raw(script: Script, value: ast.expr | None) -> bool:
-    """Whether a value is an optimizer that Lightning does not wrap."""
-    if not isinstance(value, ast.Call):
-        return text_of(value).startswith("self.trainer.optimizers")
-    raw = text_of(value.func) == "self.optimizers" and constant(argument(value, 0, "use_pl_optimizer")) is False
-    return raw or _is_torch_optimizer(script, value)
 
 
 def _is_unprepared(script: Script, value: ast.expr, engine: Engine) -> bool:

@@ -18,6 +18,7 @@ from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, mode
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
+from halfstep.check.script.scaling.lightning_optimizers import names_optimizer
 from halfstep.check.script.scaling.schedules import schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.names import last_name as _last
@@ -113,9 +114,8 @@ class Recogniser:
                     kinds.add(self.kind_of(other, function))  # `scaler if amp else other`
                 else:
                     kinds.add(self._created(option, function))
-        bound = [b.value for b in self.outline.lookup(key, function)] if key.isidentifier() else []
-        if any(isinstance(v, ast.Call) and key_of(v.func) == "self.optimizers" for v in bound):
-            return "optimizer"  # also one of several that Lightning returns
+        if names_optimizer(self.outline, key, function):
+            return "optimizer"
         if name in self._data_scalers and "scaler" not in kinds:
             return ""
         kinds.discard("")
