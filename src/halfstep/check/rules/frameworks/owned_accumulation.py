@@ -290,7 +290,7 @@ def _configurations(script: Script) -> set[str]:
     return {key_of(option) for option in options} - {""}
 
 
-def _division(script: Script, divisor: ast.expr, call: ast.Call) -> ast.AST:
+def _division(script: Script, divisor: ast.expr, call: ast.expr) -> ast.AST:
     """The statement that divides the loss; the call of backward, where a function in between divides it."""
     one, other = (
         next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call)

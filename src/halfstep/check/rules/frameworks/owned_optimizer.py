@@ -140,8 +140,11 @@ class OptimizerNotPrepared(TraceRule):
         if not decided or names & prepared.names:
             return None
         group, members = members_of(script, event)
-        if members and last_name(group) not in near.names and all(_is_unprepared(script, m, engine) for m in members):
-            cause = f"nothing prepares the optimizers of `{group}`"
+        own = near.names | prepared.names
+        left = [m for m in members if _is_left_out(script, m, event, engine, own)] if members else []
+        if left and last_name(group) not in near.names and _are_known(members, left, own):
+            each = ", ".join(f"`{key}`" for m in left if (key := key_of(m)))
+            cause = f"nothing prepares {each or 'the optimizers'} of `{group}`"
             return self._report(script, event, engine, cause, f"pass each of them to `{engine.key}.prepare`")
         values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
         if not values or not all(_is_unprepared(script, value, engine) for value in values):
@@ -168,7 +171,8 @@ class OptimizerNotPrepared(TraceRule):
         before = next(earlier(trace, index, "owned_backward"), None)
         if precision not in {"fp16", "?"} or before is None or trace[before].subject != "self":
             return None
-        stepped = event.node.func.value if isinstance(event.node.func, ast.Attribute) else None
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        stepped = func.value if isinstance(func, ast.Attribute) else None
         values = [value for b in script.outline.lookup(event.optimizer, event.function) for value in _copied(script, b)]
         is_torch = bool(values) and all(isinstance(v, ast.Call) and _is_torch_optimizer(script, v) for v in values)
         if not is_torch and wrapping_of(script.outline, stepped, event.function) != "raw":
@@ -199,6 +203,20 @@ def _copied(script: Script, binding: Binding) -> list[ast.expr | None]:
     key = key_of(value)
     own = script.outline.lookup(key, binding.function) if key.startswith("self.") and key.count(".") == 1 else []
     return [b.value if b.index is None else None for b in own] if own else [value]
+
+
+def _is_left_out(script: Script, member: ast.expr, event: Event, engine: Engine, prepared: frozenset[str]) -> bool:
+    """Whether a member of a list or dictionary of optimizers is one that nothing prepares, also under its own name."""
+    key = key_of(member)
+    if not key:
+        return _is_unprepared(script, member, engine)
+    values = script.outline.values(key, event.function) if last_name(key) not in prepared else []
+    return bool(values) and all(_is_unprepared(script, value, engine) for value in values)
+
+
+def _are_known(members: list[ast.expr], left: list[ast.expr], prepared: frozenset[str]) -> bool:
+    """Whether each member is prepared under its name, or certainly not at all."""
+    return all(member in left or last_name(key_of(member)) in prepared for member in members)
 
 
 def _is_unprepared(script: Script, value: ast.expr, engine: Engine) -> bool:

@@ -131,7 +131,7 @@ class Recogniser:
             return "wrapper" if kinds or name in self.outline.calls else "scaler"
         if _SCHEDULER.search(name):
             return "scheduler"
-        if _OPTIMIZER.search(name):
+        if _OPTIMIZER.search(name) or _OPTIMIZER.search(name.partition("[")[0]):  # `opts["g"]`
             return "optimizer"
         if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
             is_torch = self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml")
