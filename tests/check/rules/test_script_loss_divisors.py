@@ -73,6 +73,42 @@ def test_a_loss_is_divided_once(text: str) -> None:
     assert "HS188" not in reported(text)
 
 
+HELPER = "def update(accelerator, loss):\n    accelerator.backward(loss)\n"
+
+
+def test_the_caller_or_a_lambda_may_divide():
+    """A helper with the backward has the divisions of what every caller passes, and a lambda those of its body."""
+    text = ACCELERATE.format(functions=HELPER, setup="pass", loss="loss = ce(model(x), y)")
+    inner = "            accelerator.backward(loss)\n"
+    assert "HS188" in reported(text.replace(inner, "            update(accelerator, loss / args.accum)\n"))
+    assert "HS188" not in reported(text.replace(inner, "            update(accelerator, loss)\n"))
+    both = "            update(accelerator, loss / args.accum)\n            update(accelerator, loss)\n"
+    assert "HS188" not in reported(text.replace(inner, both))
+    assert "HS188" in reported(script("", "f = lambda l: l / args.accum", "loss = f(ce(model(x), y))"))
+
+
+COUNTED = """\
+import deepspeed
+
+def main(a, model, loader):
+    conf = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": a.gas, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, config=conf)
+    micro = 0
+    for batch in loader:
+        engine.backward(engine(batch))
+        micro += 1
+        if micro == a.gas:
+            engine.step()
+            micro = 0
+"""
+
+
+def test_a_counter_ends_a_window():
+    """`if micro == n:` with `micro += 1` calls the engine's step once per window, as a remainder does."""
+    assert "HS188" in reported(COUNTED)
+    assert "HS188" not in reported(COUNTED.replace("micro == a.gas", "micro == a.log_every"))
+
+
 MODULE = """\
 import lightning as L
 

@@ -18,6 +18,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at,
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.loss_divisors import Divisor, divisors_of, divisors_returned
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
@@ -140,7 +141,7 @@ class AccumulatedTwice(ScriptRule):
             for value, divisor in divisors_returned(script, function, "loss"):
                 if _is_of_trainer(script, divisor):
                     yield self.finding(
-                        script.where(_division(script, divisor.value, value)),
+                        script.where(_division(script, divisor, value)),
                         f"the loss is divided by `{text_of(divisor.value)}`, and Lightning divides what `training_step` returns again",
                         instead="return the undivided loss",
                     )
@@ -153,7 +154,7 @@ class AccumulatedTwice(ScriptRule):
         ):
             return
         yield self.finding(
-            script.where(_division(script, divisor.value, call)),
+            script.where(_division(script, divisor, call)),
             f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {STEPS} again",
             instead=f"pass the undivided loss to `{engine.key}.backward`",
         )
@@ -163,7 +164,7 @@ class AccumulatedTwice(ScriptRule):
     ) -> Iterator[Finding]:
         if any(k.arg == "scale_wrt_gas" for k in call.keywords):
             return
-        divisor, function = quotient
+        divisor, function = quotient.value, quotient.function
         is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
         text = text_of(divisor)
         # `config["gradient_accumulation_steps"]` and `engine.gradient_accumulation_steps()` are the configured number.
@@ -179,7 +180,7 @@ class AccumulatedTwice(ScriptRule):
         condition = "" if is_certain else f" if the configuration sets {STEPS}"
         severity: Severity = "warning" if is_certain else "advice"
         yield self.finding(
-            script.where(_division(script, divisor, call)),
+            script.where(_division(script, quotient, call)),
             f"the loss is divided by `{text}`, and `{engine}.backward` divides again{condition}",
             instead=f"pass the undivided loss to `{engine}.backward`",
             severity=severity,
@@ -222,7 +223,9 @@ def _is_same(script: Script, divisor: Divisor, steps: ast.expr | None, function:
         return False
     numbers = _forms(script, steps, function)
     is_one = any(constant(number) == 1 for number in numbers)
-    return not is_one and any(same_steps(a, b) for a in _forms(script, *divisor) for b in numbers)
+    return not is_one and any(
+        same_steps(a, b) for a in _forms(script, divisor.value, divisor.function) for b in numbers
+    )
 
 
 def _forms(script: Script, value: ast.expr, function: Function) -> list[ast.expr]:
@@ -290,12 +293,12 @@ def _configurations(script: Script) -> set[str]:
     return {key_of(option) for option in options} - {""}
 
 
-def _division(script: Script, divisor: ast.expr, call: ast.expr) -> ast.AST:
-    """The statement that divides the loss; the call of backward, where a function in between divides it."""
+def _division(script: Script, divisor: Divisor, call: ast.expr) -> ast.AST:
+    """The statement that divides the loss; the call of backward, where a function that it calls divides it."""
     one, other = (
-        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call)
+        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor.value, call)
     )
-    return (script.statement(divisor) if one is other else None) or call
+    return (script.statement(divisor.value) if one is other or divisor.is_above else None) or call
 
 
 def _deepspeed_engines(script: Script) -> set[str]:
@@ -334,6 +337,13 @@ def _steps_always(script: Script, engine: str) -> bool:
     return bool(calls) and all(_window(script, call) is None for call in calls)
 
 
+def _is_counter(script: Script, variable: ast.expr, node: ast.AST) -> bool:
+    """Whether the function of a node counts with a variable: `micro += 1`."""
+    function = next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), script.tree)
+    counted = (n for n in statements_in(function) if isinstance(n, ast.AugAssign))
+    return any(key_of(n.target) == key_of(variable) != "" for n in counted)
+
+
 def _window(script: Script, node: ast.AST) -> ast.expr | None:
     """The length of the window at whose end a call runs: n of `if (i + 1) % n == 0`."""
     child, parent = node, script.outline.parents.get(node)
@@ -344,6 +354,9 @@ def _window(script: Script, node: ast.AST) -> ast.expr | None:
                     return part.right
                 if isinstance(part, ast.Call) and text_of(part.func).endswith(f".{_BOUNDARY}"):
                     return part
+                is_count = isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.Eq, ast.GtE))
+                if is_count and isinstance(part, ast.Compare) and _is_counter(script, part.left, node):
+                    return part.comparators[0]  # n of `if micro == n`
         child, parent = parent, script.outline.parents.get(parent)
     return None
 

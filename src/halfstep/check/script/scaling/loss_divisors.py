@@ -33,6 +33,7 @@ class Divisor(NamedTuple):
 
     value: ast.expr
     function: Function
+    is_above: bool = False  # a caller of the function with the backward divides by it
 
 
 class _Frame(NamedTuple):
@@ -111,6 +112,8 @@ class _Reader:
             return [self._named(right, frame), *self.of(left, frame)]
         if (inner := self._entered(call, frame)) is not None:
             return self._of_returned(inner, None)
+        if (inner := self._of_lambda(call, frame)) is not None and isinstance(inner.node, ast.Lambda):
+            return self.of(inner.node.body, inner)
         return self.of(receiver, frame) if name in _KEEPS else []
 
     def _entered(self, call: ast.Call, frame: _Frame) -> _Frame | None:
@@ -139,6 +142,16 @@ class _Reader:
                 passed[name] = (default, frame)
         return _Frame(target, target.node, passed, frame.depth + 1)
 
+    def _of_lambda(self, call: ast.Call, frame: _Frame) -> _Frame | None:
+        """The lambda that a call of a variable runs, with what it is passed."""
+        sources = self.script.outline.sources(key_of(call.func), frame.function) if key_of(call.func) else []
+        if len(sources) != 1 or not isinstance(sources[0][0], ast.Lambda) or frame.depth >= MAX_DEPTH:
+            return None
+        made, around = sources[0]
+        names = [a.arg for a in made.args.args]
+        passed = {name: (value, frame) for name, value in zip(names, call.args, strict=False)}
+        return _Frame(around, made, passed, frame.depth + 1)
+
     def _of_returned(self, frame: _Frame, part: int | str | None) -> list[Divisor]:
         """The divisors of what a function returns, or of one of several values, on every way out of it."""
         every: list[list[Divisor]] = []
@@ -151,10 +164,7 @@ class _Reader:
                 every.append(self.of_entry(value, part, own))
             else:
                 every.append(self.of(value, own) if part is None else [])
-        shared = every[0] if every else []
-        for others in every[1:]:
-            shared = _shared(shared, others)
-        return shared
+        return _in_all(every)
 
     def of_entry(self, table: ast.expr, name: str, frame: _Frame) -> list[Divisor]:
         """The divisors of `outputs["loss"]`, in a dictionary that is written out or that a function of the file returns."""
@@ -173,7 +183,7 @@ class _Reader:
     def _of_variable(self, key: str, frame: _Frame) -> list[Divisor]:
         above, statement = self._bound(key, frame) if key else (frame, None)
         if statement is None:
-            return self.of(*frame.passed[key]) if key in frame.passed else []
+            return self.of(*frame.passed[key]) if key in frame.passed else self._of_callers(key, frame)
         if isinstance(statement, ast.AugAssign):
             before = self._of_variable(key, above)
             if isinstance(statement.op, ast.Div):
@@ -189,6 +199,14 @@ class _Reader:
             return self._of_returned(inner, index) if inner is not None else []
         is_pair = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
         return self.of(value.elts[index], above) if is_pair and isinstance(value, ast.Tuple) else []
+
+    def _of_callers(self, key: str, frame: _Frame) -> list[Divisor]:
+        """The divisors of what every call of the file passes for a parameter of the function with the backward."""
+        if key not in frame.function.params or frame.passed or frame.depth <= -MAX_DEPTH:
+            return []
+        passed = list(self.script.outline.passed(key, frame.function))
+        every = [self.of(value, _Frame(caller, value, {}, frame.depth - 1)) for value, caller in passed]
+        return _in_all(every)
 
     def _bound(self, key: str, frame: _Frame) -> tuple[_Frame, ast.Assign | ast.AugAssign | None]:
         """The assignment that a variable has at a line, and the place just above that assignment.
@@ -214,7 +232,7 @@ class _Reader:
         while (key := key_of(value)) in frame.passed and not own(key).get(frame.function.node):
             value, frame = frame.passed[key]
             value = _plain(value)
-        return Divisor(value, frame.function)
+        return Divisor(value, frame.function, frame.depth < 0)
 
 
 def _plain(value: ast.expr) -> ast.expr:
@@ -223,6 +241,14 @@ def _plain(value: ast.expr) -> ast.expr:
         parts = [part for part in value.args if constant(part) is ...]
         return _plain(parts[0]) if len(parts) == 1 and key_of(parts[0]) else value
     return value
+
+
+def _in_all(every: list[list[Divisor]]) -> list[Divisor]:
+    """The divisors that all values have."""
+    shared = every[0] if every else []
+    for others in every[1:]:
+        shared = _shared(shared, others)
+    return shared
 
 
 def _shared(left: list[Divisor], right: list[Divisor]) -> list[Divisor]:
