@@ -145,9 +145,9 @@ class _Reader:
     def _of_lambda(self, call: ast.Call, frame: _Frame) -> _Frame | None:
         """The lambda that a call of a variable runs, with what it is passed."""
         sources = self.script.outline.sources(key_of(call.func), frame.function) if key_of(call.func) else []
-        if len(sources) != 1 or not isinstance(sources[0][0], ast.Lambda) or frame.depth >= MAX_DEPTH:
+        made, around = sources[0] if len(sources) == 1 else (None, frame.function)
+        if not isinstance(made, ast.Lambda) or frame.depth >= MAX_DEPTH:
             return None
-        made, around = sources[0]
         names = [a.arg for a in made.args.args]
         passed = {name: (value, frame) for name, value in zip(names, call.args, strict=False)}
         return _Frame(around, made, passed, frame.depth + 1)
