@@ -76,3 +76,34 @@ def test_one_bit_objects_have_the_limits_of_the_types(module, name):
     assert codes(call, ZERO, imports) == ["HS244:4"]
     assert codes(call, bf16, imports, deepspeed=(0, 19, 6)) == ["HS245:4"]
     assert codes(call, bf16, imports, deepspeed=(0, 19, 8)) == ["HS246:4"]
+
+
+BUILT = """import deepspeed
+import torch
+
+def build(net, name):
+    {body}
+
+def main(net, args):
+    {line}
+    engine, *_ = deepspeed.initialize(args, net, {passed}, config={config})
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "passed", "expected"),
+    [
+        ("return torch.optim.SGD(net.parameters())", "opt = build(net, 0)", "opt", {"HS242"}),
+        ("return None", "cls = torch.optim.SGD if args.sgd else torch.optim.AdamW", "cls(net.parameters())", {"HS242"}),
+        ("opt = torch.optim.SGD(net)\n    return opt", "pass", "build(net, args)", {"HS242"}),
+        ("return torch.optim.AdamW(net.parameters())", "opt = build(net, 0)", "opt", set()),
+        ("return REGISTRY[name](net.parameters())", "opt = build(net, 0)", "opt", set()),
+        ("return load(name)", "opt = build(net, 0)", "opt", set()),
+        ("return None", "opt = torch.optim.SGD(net) if args.mine else None", "opt", set()),
+    ],
+)
+def test_builders_and_chosen_classes_are_followed(body, line, passed, expected):
+    """An object is read through a function, a variable for its class and by its position; one that is not known is silent."""
+    text = BUILT.format(body=body, line=line, passed=passed, config=ZERO)
+    findings = check_document(read_document("train.py", text.encode(), "python"), Settings(), Selection())
+    assert {f.code for f in findings} & {"HS242"} == expected

@@ -180,7 +180,7 @@ def test_a_part_in_a_variable_of_the_function_is_read():
 )
 def test_a_dictionary_is_followed_from_the_function_that_returns_it_to_the_call(dictionary, call):
     """DeepSpeed gets what the function returns, itself, in a variable or as a copy."""
-    (config,) = deepspeed(RETURNED.format(name="make", dictionary=dictionary) + call + "\n")
+    config, *_ = deepspeed(RETURNED.format(name="make", dictionary=dictionary) + call + "\n")
     assert (config.origin, config.strict) == ("deepspeed.initialize", True)
 
 

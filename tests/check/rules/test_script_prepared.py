@@ -1,5 +1,7 @@
 """What a framework prepares, under whatever names and in whichever function, and the hooks of its callbacks."""
 
+import pytest
+
 from check_scripts import reported
 
 COPIED = """\
@@ -298,3 +300,31 @@ def main(model, loader, cfg):
 def test_a_loop_without_the_engine_steps_its_own_gradients():
     """The optimizer of a plain loop needs no engine, also after a loop that has one."""
     assert "HS198" not in reported(COMPARED)
+
+
+GROUPED = """\
+import torch
+from accelerate import Accelerator
+
+def main(gen, disc, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    opt_g = torch.optim.Adam(gen.parameters())
+    opt_d = torch.optim.Adam(disc.parameters())
+    gen, disc, opt_g{second} = accelerator.prepare(gen, disc, opt_g{second})
+    opts = {group}
+    for x in loader:
+        accelerator.backward(gen(x).mean() + disc(x).mean())
+        {step}
+"""
+BY_NAME = "for name in opts:\n            opts[name].step()"
+IN_LOOP = "for opt in opts:\n            opt.step()\n            opt.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("group", "step"), [('{"g": opt_g, "d": opt_d}', BY_NAME), ("[opt_g, opt_d]", IN_LOOP), ("[opt_g, opt_d]", BY_NAME)]
+)
+def test_each_optimizer_of_a_group_is_prepared_under_its_own_name(group, step):
+    """A list or dictionary of optimizers contains one that nothing prepares, wherever the others are prepared."""
+    assert "HS198" in reported(GROUPED.format(second="", group=group, step=step))
+    assert "HS198" not in reported(GROUPED.format(second=", opt_d", group=group, step=step))
+    assert "HS198" not in reported(GROUPED.format(second="", group="make_group(opt_g, opt_d)", step=step))

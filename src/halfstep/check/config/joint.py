@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from halfstep.check.config.arms import DefaultConfig
 from halfstep.check.config.config import Config, place_of, read_configs
 from halfstep.check.config.engines import Engines, read_engines
 from halfstep.check.config.literals import Literals, literals_of
-from halfstep.check.config.objects import optimizer_config
+from halfstep.check.config.objects import optimizer_configs
 from halfstep.check.config.prepared import PreparedModels, read_prepared
 from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
@@ -128,8 +129,7 @@ def joint_configs(
             "joint", config.root, config.source, settings, config.origin, config.strict, config.script, use=use
         )
         if use.initialize is not None:
-            client = optimizer_config(config, use.initialize, use.nodes, use.names, use.literals, source)
-            yield from (client,) if client is not None else ()
+            yield from optimizer_configs(config, use.initialize, use.nodes, use.names, use.literals, source)
 
 
 def named_files(tree: ast.Module, source: Source) -> tuple[str, ...]:
@@ -234,8 +234,11 @@ def _named(nodes: tuple[ast.AST, ...], names: Names) -> str:
 
 def _partners(tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]) -> Iterator[Config]:
     """The DeepSpeed configurations a script runs with; no file if it chooses among several."""
-    inline = [c for c in configs if c.kind == "deepspeed"]
-    yield from inline if len(inline) == 1 else [c for c in inline if c.origin != "a dictionary"]
+    inline = [c for c in configs if c.kind == "deepspeed" and not isinstance(c, DefaultConfig)]
+    inline = inline if len(inline) == 1 else [c for c in inline if c.origin != "a dictionary"]
+    yield from inline
+    places = {c.root.span for c in inline}
+    yield from (c for c in configs if isinstance(c, DefaultConfig) and c.root.span in places)
     files: list[Config] = []
     for path in named_files(tree, source):
         try:

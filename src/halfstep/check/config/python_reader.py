@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from halfstep.check.config.alternatives import Alternatives
-from halfstep.check.config.arms import arms_of
+from halfstep.check.config.arms import arms_of, with_defaults
 from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.classes import class_configs
 from halfstep.check.config.config import Config
@@ -104,12 +104,9 @@ class _Finder:
         hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
-            if (
-                type(node) not in _BLOCKS
-                or not self.literals.is_block(node)
-                or id(node) in nested
-                or id(node) in self.failing
-            ):
+            if type(node) not in _BLOCKS or id(node) in nested or id(node) in self.failing:
+                continue
+            if not self.literals.is_block(node):
                 continue
             root = self.literals.node(node)
             name = self.literals.name_of(node)
@@ -124,9 +121,8 @@ class _Finder:
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or origin):
                 nested.update(id(inner) for inner in ast.walk(node))
-                versions = [
-                    arm for block in self._versions(root, name, node) for arm in arms_of(block, node, self.literals)
-                ]
+                blocks = list(self._versions(root, name, node))
+                versions = [arm for block in blocks for arm in arms_of(block, node, self.literals)]
                 if not root.entries:  # `config = {}`, filled key by key, here and perhaps in other places
                     versions = [replace(block, open=True) for block in versions if block.entries]
                 for changed in versions:
@@ -135,6 +131,9 @@ class _Finder:
                     strict = named and has_own_keys(changed)
                     config = self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
                     yield config if changed is root else replace(config, assembled=True)
+                if blocks and blocks[0].entries:
+                    config = replace(config, root=blocks[0])
+                    yield from with_defaults(config, self.nodes, self.literals, self.alternatives)
             elif isinstance(root, Block) and self._is_trainer_dictionary(root, name):
                 yield replace(self._config("lightning", root, "a dictionary", strict=False), assembled=True)
         for root, strict in class_configs(self.nodes, self.literals, self.source.path):

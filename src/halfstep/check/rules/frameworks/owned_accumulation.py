@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import takewhile
 
 from halfstep.check.config.engines import read_engines
@@ -16,8 +15,8 @@ from halfstep.check.script.accumulated import STEPS, is_entry, is_length_of_loop
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, loop_class
-from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.scaling.loss_divisors import Divisor, divisors_of, divisors_returned
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -110,7 +109,7 @@ class AccumulatedTwice(ScriptRule):
         "https://www.deepspeed.ai/getting-started/",
         "measured: source code of accelerate 1.15.0 and DeepSpeed 0.19.8, backward and step",
     )
-    words = ("Accelerator", "deepspeed.initialize", "gradient_accumulation_steps()", "trainer.accumulate_grad_batches")
+    words = ("Accelerator", "deepspeed.initialize", "gradient_accumulation_steps()", "accumulate_grad_batches")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Divided losses passed to an engine's backward, and engine steps under a window's condition."""
@@ -121,12 +120,15 @@ class AccumulatedTwice(ScriptRule):
             engine = engine_at(script, owner, function) if owner else None
             if engine is None and owner not in engines:
                 continue
-            divisor = _divisor(script, call, function)
-            if divisor is not None and engine is not None and engine.library == ACCELERATE:
-                yield from self._accelerate(script, _division(script, divisor, call), engine, divisor, function)
-            elif divisor is not None and owner in engines:
-                is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
-                yield from self._deepspeed(script, call, owner, divisor, steps, is_asked=is_asked)
+            for divisor in divisors_of(script, call, function):
+                reports: list[Finding] = []
+                if engine is not None and engine.library == ACCELERATE:
+                    reports = [*self._accelerate(script, call, engine, divisor)]
+                elif owner in engines:
+                    reports = [*self._deepspeed(script, call, owner, divisor, steps)]
+                yield from reports
+                if reports:
+                    break
         yield from self._steps(script, engines, steps)
         yield from self._lightning(script)
 
@@ -136,48 +138,34 @@ class AccumulatedTwice(ScriptRule):
             owner = loop_class(script, function.cls) if function.name == "training_step" and function.cls else None
             if owner is None or owner.base != "automatic":
                 continue
-            returned = [part for value in returned_by(function) for part in _losses(value)]
-            assigned = [a for part in returned for a in _assignments(function).get(key_of(part) or "?", ())]
-            for node in (*returned, *(a.value for a in assigned if isinstance(a, ast.Assign)), *assigned):
-                divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else None
-                if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-                    divisor = node.value
-                if divisor is not None and text_of(divisor) == f"self.trainer.{_BATCHES}":
+            for value, divisor in divisors_returned(script, function, "loss"):
+                if _is_of_trainer(script, divisor):
                     yield self.finding(
-                        script.where(node),
-                        f"the loss is divided by `{text_of(divisor)}`, and Lightning divides what `training_step` returns again",
+                        script.where(_division(script, divisor, value)),
+                        f"the loss is divided by `{text_of(divisor.value)}`, and Lightning divides what `training_step` returns again",
                         instead="return the undivided loss",
                     )
 
-    def _accelerate(
-        self, script: Script, place: ast.AST, engine: Engine, divisor: ast.expr, function: Function
-    ) -> Iterator[Finding]:
+    def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: Divisor) -> Iterator[Finding]:
         own = f"{engine.key}.{STEPS}"
-        text = text_of(divisor)
-        values = script.outline.values(key_of(divisor), function)
-        # `accumulation_steps = 8` next to `Accelerator(gradient_accumulation_steps=8)`.
-        named = values[0] if len(values) == 1 and isinstance(values[0], ast.Constant) else divisor
-        is_same = engine.steps is not None and (same_steps(divisor, engine.steps) or same_steps(named, engine.steps))
-        if constant(engine.steps) == 1 or (text != own and not is_same):
+        text = text_of(divisor.value)
+        if constant(engine.steps) == 1 or (
+            text != own and not _is_same(script, divisor, engine.steps, engine.function)
+        ):
             return
         yield self.finding(
-            script.where(place),
+            script.where(_division(script, divisor, call)),
             f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {STEPS} again",
             instead=f"pass the undivided loss to `{engine.key}.backward`",
         )
 
     def _deepspeed(
-        self,
-        script: Script,
-        call: ast.Call,
-        engine: str,
-        divisor: ast.expr,
-        steps: ast.expr | None,
-        *,
-        is_asked: bool,
+        self, script: Script, call: ast.Call, engine: str, quotient: Divisor, steps: ast.expr | None
     ) -> Iterator[Finding]:
         if any(k.arg == "scale_wrt_gas" for k in call.keywords):
             return
+        divisor, function = quotient.value, quotient.function
+        is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
         text = text_of(divisor)
         # `config["gradient_accumulation_steps"]` and `engine.gradient_accumulation_steps()` are the configured number.
         is_certain = is_asked or (
@@ -192,7 +180,7 @@ class AccumulatedTwice(ScriptRule):
         condition = "" if is_certain else f" if the configuration sets {STEPS}"
         severity: Severity = "warning" if is_certain else "advice"
         yield self.finding(
-            script.where(_division(script, divisor, call)),
+            script.where(_division(script, quotient, call)),
             f"the loss is divided by `{text}`, and `{engine}.backward` divides again{condition}",
             instead=f"pass the undivided loss to `{engine}.backward`",
             severity=severity,
@@ -229,11 +217,30 @@ class AccumulatedTwice(ScriptRule):
                 )
 
 
-def _losses(value: ast.expr) -> list[ast.expr]:
-    """The loss in what `training_step` returns: the value itself, or the entry of a dictionary."""
-    if isinstance(value, ast.Dict):
-        return [v for k, v in zip(value.keys, value.values, strict=True) if constant(k) == "loss"]
-    return [value]
+def _is_same(script: Script, divisor: Divisor, steps: ast.expr | None, function: Function | None) -> bool:
+    """Whether a loss is divided by the number that an engine is created with, also where one of the two is a copy."""
+    if steps is None or function is None:
+        return False
+    numbers = _forms(script, steps, function)
+    is_one = any(constant(number) == 1 for number in numbers)
+    return not is_one and any(
+        same_steps(a, b) for a in _forms(script, divisor.value, divisor.function) for b in numbers
+    )
+
+
+def _forms(script: Script, value: ast.expr, function: Function) -> list[ast.expr]:
+    """An expression, and the one value of a variable: `steps` and `8` after `steps = 8`."""
+    values = script.outline.values(key_of(value), function) if key_of(value) else []
+    return [value, *(values if len(values) == 1 else ())]
+
+
+def _is_of_trainer(script: Script, divisor: Divisor) -> bool:
+    """Whether a loss is divided by the batches that the Trainer of Lightning accumulates."""
+    if text_of(divisor.value) == f"self.trainer.{_BATCHES}":
+        return True
+    trainers = [site for site in script.outline.calls.get("Trainer", ()) if _STEPS.search(steps_name(divisor.value))]
+    steps = [(argument(call, None, _BATCHES), function) for call, function in trainers]
+    return bool(steps) and all(_is_same(script, divisor, number, function) for number, function in steps)
 
 
 def _parting(event: Event, other: Event) -> ast.AST:
@@ -286,59 +293,12 @@ def _configurations(script: Script) -> set[str]:
     return {key_of(option) for option in options} - {""}
 
 
-@lru_cache(maxsize=8)  # one walk per function, however often it calls backward
-def _assignments(function: Function) -> dict[str, list[ast.Assign | ast.AugAssign]]:
-    """The assignments of a function by the variables they bind."""
-    by_key: dict[str, list[ast.Assign | ast.AugAssign]] = {}
-    for node in statements_in(function.node):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                by_key.setdefault(key_of(target), []).append(node)
-    return by_key
-
-
-def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | None:
-    """What the loss of `engine.backward(loss)` was last divided by, in the call or in the statements before it."""
-    loss = call.args[0] if call.args else None
-    if isinstance(loss, ast.BinOp):
-        return loss.right if isinstance(loss.op, ast.Div) else None
-    key = key_of(loss)
-    before = [node for node in _assignments(function).get(key, ()) if node.lineno <= call.lineno] if key else []
-    last = max(before, key=lambda node: node.lineno, default=None)
-    if last is None or _excluded(script, last, call):
-        return None
-    if isinstance(last, ast.AugAssign):
-        return last.value if isinstance(last.op, ast.Div) else None
-    value: ast.expr | None = last.value if isinstance(last, ast.Assign) else None
-    target = script.outline.call_target(value, function) if isinstance(value, ast.Call) else None
-    if target is not None and isinstance(last, ast.Assign) and key_of(last.targets[0]) == key:
-        returned = list(returned_by(target))  # `loss = self.compute_loss(batch)`
-        value = returned[0] if len(returned) == 1 else None
-    return value.right if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else None
-
-
-def _division(script: Script, divisor: ast.expr, call: ast.Call) -> ast.AST:
-    """The statement that divides the loss; the call of backward, where a function in between divides it."""
+def _division(script: Script, divisor: Divisor, call: ast.expr) -> ast.AST:
+    """The statement that divides the loss; the call of backward, where a function that it calls divides it."""
     one, other = (
-        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor, call)
+        next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), None) for node in (divisor.value, call)
     )
-    return (script.statement(divisor) if one is other else None) or call
-
-
-def _excluded(script: Script, first: ast.AST, second: ast.AST) -> bool:
-    """Whether two nodes are in the two branches of one `if`."""
-    branches: dict[ast.AST, bool] = {}
-    child, parent = first, script.outline.parents.get(first)
-    while parent is not None:
-        if isinstance(parent, ast.If):
-            branches[parent] = child in parent.body
-        child, parent = parent, script.outline.parents.get(parent)
-    child, parent = second, script.outline.parents.get(second)
-    while parent is not None:
-        if parent in branches and isinstance(parent, ast.If) and branches[parent] != (child in parent.body):
-            return True
-        child, parent = parent, script.outline.parents.get(parent)
-    return False
+    return (script.statement(divisor.value) if one is other or divisor.is_above else None) or call
 
 
 def _deepspeed_engines(script: Script) -> set[str]:
@@ -377,6 +337,13 @@ def _steps_always(script: Script, engine: str) -> bool:
     return bool(calls) and all(_window(script, call) is None for call in calls)
 
 
+def _is_counter(script: Script, variable: ast.expr, node: ast.AST) -> bool:
+    """Whether the function of a node counts with a variable: `micro += 1`."""
+    function = next((n for n in script.above(node) if isinstance(n, ast.FunctionDef)), script.tree)
+    counted = (n for n in statements_in(function) if isinstance(n, ast.AugAssign))
+    return any(key_of(n.target) == key_of(variable) != "" for n in counted)
+
+
 def _window(script: Script, node: ast.AST) -> ast.expr | None:
     """The length of the window at whose end a call runs: n of `if (i + 1) % n == 0`."""
     child, parent = node, script.outline.parents.get(node)
@@ -387,6 +354,9 @@ def _window(script: Script, node: ast.AST) -> ast.expr | None:
                     return part.right
                 if isinstance(part, ast.Call) and text_of(part.func).endswith(f".{_BOUNDARY}"):
                     return part
+                is_count = isinstance(part, ast.Compare) and isinstance(part.ops[0], (ast.Eq, ast.GtE))
+                if is_count and isinstance(part, ast.Compare) and _is_counter(script, part.left, node):
+                    return part.comparators[0]  # n of `if micro == n`
         child, parent = parent, script.outline.parents.get(parent)
     return None
 

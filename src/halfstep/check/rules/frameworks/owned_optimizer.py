@@ -19,7 +19,8 @@ from halfstep.check.script.objects.engines import (
 )
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.owners import created_here, list_of, members_of, prepared_if
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.lightning_optimizers import wrapping_of
 from halfstep.check.script.scaling.prepared import prepared_for, prepared_in, stays_in
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -139,8 +140,11 @@ class OptimizerNotPrepared(TraceRule):
         if not decided or names & prepared.names:
             return None
         group, members = members_of(script, event)
-        if members and last_name(group) not in near.names and all(_is_unprepared(script, m, engine) for m in members):
-            cause = f"nothing prepares the optimizers of `{group}`"
+        own = near.names | prepared.names
+        left = [m for m in members if _is_left_out(script, m, event, engine, own)] if members else []
+        if left and last_name(group) not in near.names and _are_known(members, left, own):
+            each = ", ".join(f"`{key}`" for m in left if (key := key_of(m)))
+            cause = f"nothing prepares {each or 'the optimizers'} of `{group}`"
             return self._report(script, event, engine, cause, f"pass each of them to `{engine.key}.prepare`")
         values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
         if not values or not all(_is_unprepared(script, value, engine) for value in values):
@@ -167,8 +171,11 @@ class OptimizerNotPrepared(TraceRule):
         before = next(earlier(trace, index, "owned_backward"), None)
         if precision not in {"fp16", "?"} or before is None or trace[before].subject != "self":
             return None
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        stepped = func.value if isinstance(func, ast.Attribute) else None
         values = [value for b in script.outline.lookup(event.optimizer, event.function) for value in _copied(script, b)]
-        if not values or not all(_is_raw(script, value) for value in values):
+        is_torch = bool(values) and all(isinstance(v, ast.Call) and _is_torch_optimizer(script, v) for v in values)
+        if not is_torch and wrapping_of(script.outline, stepped, event.function) != "raw":
             return None
         state = "" if precision == "fp16" else "with precision='16-mixed' "
         name = event.local.optimizer or event.optimizer
@@ -198,12 +205,18 @@ def _copied(script: Script, binding: Binding) -> list[ast.expr | None]:
     return [b.value if b.index is None else None for b in own] if own else [value]
 
 
-def _is_raw(script: Script, value: ast.expr | None) -> bool:
-    """Whether a value is an optimizer that Lightning does not wrap."""
-    if not isinstance(value, ast.Call):
-        return text_of(value).startswith("self.trainer.optimizers")
-    raw = text_of(value.func) == "self.optimizers" and constant(argument(value, 0, "use_pl_optimizer")) is False
-    return raw or _is_torch_optimizer(script, value)
+def _is_left_out(script: Script, member: ast.expr, event: Event, engine: Engine, prepared: frozenset[str]) -> bool:
+    """Whether a member of a list or dictionary of optimizers is one that nothing prepares, also under its own name."""
+    key = key_of(member)
+    if not key:
+        return _is_unprepared(script, member, engine)
+    values = script.outline.values(key, event.function) if last_name(key) not in prepared else []
+    return bool(values) and all(_is_unprepared(script, value, engine) for value in values)
+
+
+def _are_known(members: list[ast.expr], left: list[ast.expr], prepared: frozenset[str]) -> bool:
+    """Whether each member is prepared under its name, or certainly not at all."""
+    return all(member in left or last_name(key_of(member)) in prepared for member in members)
 
 
 def _is_unprepared(script: Script, value: ast.expr, engine: Engine) -> bool:

@@ -18,8 +18,9 @@ from halfstep.check.script.objects.modules import OWN_LOSS, WRAPS, is_part, mode
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
+from halfstep.check.script.scaling.lightning_optimizers import names_optimizer
 from halfstep.check.script.scaling.schedules import called_name, looped_calls, schedules_value, sets_rate, stored_in
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
@@ -113,9 +114,8 @@ class Recogniser:
                     kinds.add(self.kind_of(other, function))  # `scaler if amp else other`
                 else:
                     kinds.add(self._created(option, function))
-        bound = [b.value for b in self.outline.lookup(key, function)] if key.isidentifier() else []
-        if any(isinstance(v, ast.Call) and key_of(v.func) == "self.optimizers" for v in bound):
-            return "optimizer"  # also one of several that Lightning returns
+        if names_optimizer(self.outline, key, function):
+            return "optimizer"
         if name in self._data_scalers and "scaler" not in kinds:
             return ""
         kinds.discard("")
@@ -131,7 +131,7 @@ class Recogniser:
             return "wrapper" if kinds or name in self.outline.calls else "scaler"
         if _SCHEDULER.search(name):
             return "scheduler"
-        if _OPTIMIZER.search(name):
+        if _OPTIMIZER.search(name) or _OPTIMIZER.search(name.partition("[")[0]):  # `opts["g"]`
             return "optimizer"
         if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
             is_torch = self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.objects.engines import ACCELERATE, FABRIC, engine_at
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -16,6 +18,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["Prepared", "prepared_for", "prepared_in", "stays_in"]
 
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
+_OPTIMIZERS = regex(r"opt", re.IGNORECASE)
 _SCHEDULES = regex(r"schedul|^get_\w+_schedule\w*$|LR$|^print$|^len$")
 
 
@@ -42,10 +45,18 @@ def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepar
             targets = parent.targets if isinstance(parent, ast.Assign) else []
             parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
             names = {last_name(key_of(part)) for part in (*arguments, *parts)} - {"", "_"}
-            is_plain = all(key_of(a) or isinstance(a, ast.Constant) for a in arguments)
+            # `loader = prepare(make_loader())`: what the call prepares has the name of its target.
+            is_named = len(parts) == len(arguments) and all(map(key_of, parts))
+            is_plain = all(key_of(a) or isinstance(a, ast.Constant) or (is_named and _makes(a)) for a in arguments)
             is_plain &= not any(isinstance(t, ast.Starred) for t in parts)
             calls.append((function, Prepared(frozenset(names), is_plain)))
     return tuple(calls)
+
+
+def _makes(argument: ast.expr) -> bool:
+    """Whether an argument is a call that only makes the object: it receives no other that could be prepared with it."""
+    values = [*argument.args, *(k.value for k in argument.keywords)] if isinstance(argument, ast.Call) else []
+    return isinstance(argument, ast.Call) and not any(_OPTIMIZERS.search(text_of(value)) for value in values)
 
 
 def prepared_for(script: Script, library: str, event: Event) -> Prepared:
