@@ -20,7 +20,7 @@ from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, re
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
 from halfstep.check.script.scaling.lightning_optimizers import names_optimizer
 from halfstep.check.script.scaling.schedules import called_name, looped_calls, schedules_value, sets_rate, stored_in
-from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
