@@ -189,6 +189,13 @@ def train(model, loader, optimizer, amp):
         ("from mylib.compat import autocast, torch", "autocast(device_type='cuda', dtype=torch.float16)", 1),
         ("from .nn.functional import autocast", "autocast(model)", 0),
         ("from mmengine.runner.amp import autocast", "autocast(enabled=amp)", 0),
+        ("from utils import *", "autocast()", 1),
+        ("from .imports import *", "autocast(enabled=amp)", 1),
+        ("from utils import *", "autocast('cuda', dtype=torch.float16)", 1),
+        ("from utils import *", "autocast(model)", 0),
+        ("from utils import *\ndef autocast(): ...", "autocast()", 0),
+        ("from jax.numpy import *", "autocast()", 0),
+        ("import utils", "autocast()", 0),
     ],
 )
 def test_a_project_exports_autocast(imports, region, num):

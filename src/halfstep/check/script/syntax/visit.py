@@ -13,7 +13,7 @@ from typing import NamedTuple
 from halfstep.check.script.syntax.children import SIMPLE, children_of
 from halfstep.check.script.syntax.names import key_of, read_names
 from halfstep.check.script.syntax.outline import Binding, Function, Outline, last_name_of
-from halfstep.check.script.syntax.reexports import resolve_exports
+from halfstep.check.script.syntax.reexports import resolve_exports, resolve_stars
 from halfstep.check.script.syntax.relevant import relevant_functions
 from halfstep.check.script.syntax.scope import CallSite, Choice, StatementCall
 
@@ -108,6 +108,9 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
             calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
     out.names = read_names(imports)
     resolve_exports(out.names, out.calls)
+    resolve_stars(
+        out.names, (s for s, _ in imports), out.calls, {*out.bindings, *out.classes, *(f.name for f in out.functions)}
+    )
     for key, bindings in out.bindings.items():
         # `autocast = torch.autocast`: a variable that only renames a name of torch.
         if not key.isidentifier() or key in out.names.table:
