@@ -74,14 +74,17 @@ def needs_sharding(config: Config) -> bool:
 
 def trained_dtype(config: Config) -> Entry | None:
     """The dtype that a file of trainer arguments (TRL's format) loads a model in, if it trains all the weights itself."""
+    dtype = config.entry("torch_dtype") or config.entry("dtype")
+    if dtype is None or config.root.call:
+        return None
     tuners = {config.value(key) for key in TUNERS} - {None}
     named = any(config.entry(key) for key in _MODEL_KEYS) if not tuners else tuners == {"full"}
     off = any(config.value(key) is False for key in _SWITCHES)
     keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
     plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
     plain = plain and not _ENGINE_NAME.search(PurePath(config.source.path).name)
-    plain = plain and not _ENGINE_COMMENT.search(config.source.text)
-    return (config.entry("torch_dtype") or config.entry("dtype")) if named and plain and not config.root.call else None
+    plain = plain and named and not _ENGINE_COMMENT.search(config.source.text)
+    return dtype if plain else None
 
 
 def _is_idle(key: str) -> bool:

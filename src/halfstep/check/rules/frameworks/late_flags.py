@@ -65,12 +65,14 @@ class LateFlag(ScriptRule):
         """The first such assignment to the arguments of each Trainer; Unsloth's Trainers set the precision themselves."""
         outline, version = script.outline, script.settings.transformers
         is_old = version is not None and version < _FIRST
-        if is_old or outline.names.uses("unsloth") or _OTHER_MEANS.search(script.source.text):
+        if is_old or not _has_assignments(script) or outline.names.uses("unsloth"):
+            return
+        if _OTHER_MEANS.search(script.source.text):
             return
         reported: set[ast.AST] = set()
         for name, sites in outline.calls.items():
             for call, function in sites if is_trainer(outline, name) else ():
-                created = arguments_of(outline, call, function) if _has_assignments(script) else None
+                created = arguments_of(outline, call, function)
                 if created is None or _is_converted(script, call, created):
                     continue
                 for key, scope in _variables(script, call, function, created):

@@ -15,7 +15,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import nodes_in
+from halfstep.check.script.syntax.children import all_statements, nodes_in
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
 
@@ -51,18 +51,18 @@ def has_region(script: Script) -> bool:
     """Whether a script opens a region of its own, or one that a function of another module of the project returns by its name."""
     if script.autocasts:
         return True
-    if "autocast" not in script.source.text:
-        return False
-    contexts = (item.context_expr for n in ast.walk(script.tree) if isinstance(n, ast.With) for item in n.items)
-    called = {key_of(context.func) for context in contexts if isinstance(context, ast.Call)}
-    imported = {name for name in called if "autocast" in name and name in script.outline.names.table}
-    return any(script.outline.names.table[name].partition(".")[0] not in _LIBRARIES for name in imported)
+    table = script.outline.names.table
+    imported = {n for n, full in table.items() if "autocast" in n and full.partition(".")[0] not in _LIBRARIES}
+    statements = all_statements(script.tree) if imported else ()
+    contexts = (item.context_expr for n in statements if isinstance(n, ast.With) for item in n.items)
+    return any(isinstance(context, ast.Call) and key_of(context.func) in imported for context in contexts)
 
 
 def named_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
     """The calls without autocast of functions that are named for validation, and the name of what each runs."""
-    plain = (*_plain_validations(script), *_twin_validations(script), *_shared_validations(script))
-    yield from dict(plain).items()
+    if "backward" in script.outline.calls:
+        plain = (*_plain_validations(script), *_twin_validations(script), *_shared_validations(script))
+        yield from dict(plain).items()
 
 
 def _plain_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
