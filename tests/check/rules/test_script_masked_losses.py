@@ -147,5 +147,5 @@ L.Trainer(precision=a.precision).fit(Net())
 def test_an_inherited_hook_raises(hook: str, bases: str, choices: list[str], *, is_wrong: bool) -> None:
     """A hook that a module of Lightning inherits from a class of the file sees the overflows of a precision that is offered."""
     text = HOOK.format(hook=hook, bases=bases, choices=choices)
-    reports = check_document(read_document("train.py", text), Settings(), Selection())
+    reports = check_document(read_document("train.py", text.encode(), "python"), Settings(), Selection())
     assert [f.line for f in reports if f.code == "HS175"] == [9] * is_wrong
