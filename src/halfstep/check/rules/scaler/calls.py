@@ -15,8 +15,10 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.updates import is_passed_in
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of, lightning_methods, trains_in_fp16
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
+from halfstep.check.script.regions.devices import is_condition
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Outline
 from halfstep.check.script.syntax.scaler_class import SCALER_ARGUMENTS, is_data_scaler
 
 __all__ = ["RULES", "framework_precisions", "on_another_path"]
@@ -77,6 +79,7 @@ class ScalerArguments(ScriptRule):
         "import torch\nscaler = torch.cuda.amp.GradScaler(device='cuda')\n",
         "import torch\nscaler = torch.cuda.GradScaler()\n",
         "import torch\nscaler = torch.cuda.amp.GradScaler(args.use_amp)\n",
+        "import torch\nscaler = torch.amp.GradScaler(args.dtype == 'float16')\n",
         "import torch\ntry:\n    scaler = torch.amp.GradScaler(device_type='cuda')\nexcept TypeError:\n    scaler = torch.amp.GradScaler()\n",
     )
     good = (
@@ -99,12 +102,13 @@ class ScalerArguments(ScriptRule):
         for scaler in script.scalers:
             if script.outline.names.ambiguous(scaler.node.func):
                 continue
-            fault = self._fault(scaler)
+            fault = self._fault(script.outline, scaler)
             if not fault:
                 continue
             is_handled = fault.endswith("TypeError") and _is_handled(script, scaler.node)
-            flag = key_of(scaler.node.args[0]) if scaler.node.args else ""
-            right = f"enabled={flag}" if _FLAG.search(flag) else "init_scale=2.0**16"
+            first = scaler.node.args[0] if scaler.node.args else ast.Constant(None)
+            is_flag = _FLAG.search(key_of(first)) or is_condition(script.outline, first, scaler.function)
+            right = f"enabled={text_of(first)}" if is_flag else "init_scale=2.0**16"
             yield self.finding(
                 script.where(scaler.node),
                 f"{fault} in every version of torch, so the handler always runs" if is_handled else fault,
@@ -113,7 +117,7 @@ class ScalerArguments(ScriptRule):
             )
 
     @staticmethod
-    def _fault(scaler: Scaler) -> str:
+    def _fault(outline: Outline, scaler: Scaler) -> str:
         call, first = scaler.node, constant(scaler.node.args[0]) if scaler.node.args else ...
         old = scaler.api == "torch.cuda.amp.GradScaler"
         shift = 0 if old else 1
@@ -124,6 +128,9 @@ class ScalerArguments(ScriptRule):
         if "Sharded" in scaler.api or scaler.api not in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"}:
             return ""
         name = key_of(call.args[0]) if call.args else ""
+        if call.args and is_condition(outline, call.args[0], scaler.function):
+            effect = "a scale of 1 or 0" if old else "the scaler is always enabled"
+            return f"{scaler.api} expects {'init_scale' if old else 'the device'} first, not the condition `{text_of(call.args[0])}`: {effect}"
         if _FLAG.search(name) or (old and _DEVICE.search(name)):
             expected = "init_scale" if old else "the device"
             return f"{scaler.api} expects {expected} first, not `{name}`" + (

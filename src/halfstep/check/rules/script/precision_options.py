@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.idle.environment import environment_flags
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -308,6 +309,8 @@ class FlagIsTuple(ScriptRule):
         "import torch\nfrom transformers import TrainingArguments\n\nbf16 = torch.cuda.is_bf16_supported(including_emulation=False),\n"
         "args = TrainingArguments('out', bf16=bf16)\n",
         "from dataclasses import dataclass, field\n\n@dataclass\nclass Options:\n    fp16: bool = field(default=False),\n",
+        "import torch\n\nreduced = dtype is not torch.float32,\nwith torch.autocast('cuda', dtype=dtype, enabled=bool(reduced)):\n"
+        "    loss = model(x)\n",
     )
     good = (
         "import torch\nfrom transformers import TrainingArguments\n\nbf16 = torch.cuda.is_bf16_supported(including_emulation=False)\n"
@@ -325,12 +328,14 @@ class FlagIsTuple(ScriptRule):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             names = chain(target)
             value = node.value
-            if len(value.elts) != 1 or not names or not _FLAG.search(names[-1]) or names[-1].endswith("s"):
+            if len(value.elts) != 1 or not names or names[-1].endswith("s"):
                 continue
-            if (value.lineno, value.col_offset) != (value.elts[0].lineno, value.elts[0].col_offset):
-                continue  # written `(value,)`: a tuple is meant
-            if isinstance(value.elts[0], ast.Starred):
+            tested = text_of(value.elts[0]) if isinstance(value.elts[0], (ast.Compare, ast.BoolOp)) else ""
+            if not is_amp((tested.replace("float32", "float16"), True)) and not _FLAG.search(names[-1]):
                 continue
+            is_meant = (value.lineno, value.col_offset) != (value.elts[0].lineno, value.elts[0].col_offset)
+            if is_meant or isinstance(value.elts[0], ast.Starred):
+                continue  # written `(value,)`
             yield self.finding(
                 script.where(node),
                 f"the comma makes `{names[-1]}` a tuple with one element, which is always true",

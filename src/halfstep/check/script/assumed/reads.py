@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.regex import regex
-from halfstep.check.script.assumed.configurator import ANYWHERE
+from halfstep.check.script.assumed.configurator import ANYWHERE, PARSED
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["Place", "fallback", "is_read", "read_name", "without_case"]
@@ -47,7 +47,7 @@ def is_read(node: ast.expr, name: str, around: Place, params: frozenset[tuple[in
     if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
         return False
     if isinstance(node, ast.Attribute):
-        return node.attr == name and _is_config(node.value)
+        return node.attr == name and (_is_config(node.value) or (PARSED, key_of(node.value)) in params)
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == name and _is_config(node.value)
     if isinstance(node, ast.Call):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
-from halfstep.check.script.assumed.configurator import replaceable
+from halfstep.check.script.assumed.configurator import parsed, replaceable
 from halfstep.check.script.assumed.gpu import HAS_BF16, is_asked
 from halfstep.check.script.assumed.reads import Place, is_read, read_name, without_case
 from halfstep.check.script.syntax.children import all_children_of
@@ -32,7 +32,7 @@ _BFLOAT = ("bf16", "bfloat16", "bf16-mixed")
 _FULL = ("no", "fp32", "float32", "none", "32", "32-true", "full", "off")
 _SIXTEEN_BIT = {*_HALF, *_BFLOAT}
 _ENGINES = {"fp16", "bf16", "no"}  # what an Accelerator accepts, whatever the file compares its setting with
-_FABRIC = {"16-mixed"}  # the one precision with which Fabric scales the loss
+_FABRIC = {"16-mixed"}  # the one precision with which Fabric and Lightning's Trainer scale the loss
 _FLAG = regex(
     r"^(use_|enable_|is_|with_|no_|disable_)?(torch_|native_|cuda_)?(fp16|bf16|half|float16|bfloat16|amp|mixed_precision|mixed|autocast|half_precision)"
     r"(_enabled|_training|_train)?$"
@@ -84,7 +84,7 @@ def assumptions(outline: Outline, tree: ast.Module) -> list[Assumption]:
     of_gpu = [Assumption(((HAS_BF16, value),)) for value in (True, False)] if trains and is_asked(outline) else []
     if not trains or not (names_format or "Fabric" in outline.calls):
         return of_gpu
-    params = _open_parameters(outline) | replaceable(outline)
+    params = _open_parameters(outline) | replaceable(outline) | parsed(outline)
     reader = _Reader(outline, params)
     for node, around in _nodes(tree):
         reader.read(node, around)
@@ -209,7 +209,7 @@ class _Reader:
             flags = [string for value in call.args for string in _strings(value)]
             choices = next((k.value for k in call.keywords if k.arg == "choices"), None)
             self._declare(flags[-1].lstrip("-").replace("-", "_") if flags else "", set(_strings(choices)))
-        elif name in {"Accelerator", "Fabric"}:
+        elif name in {"Accelerator", "Fabric", "Trainer"}:
             option, values = ("mixed_precision", _ENGINES) if name == "Accelerator" else ("precision", _FABRIC)
             for keyword in call.keywords:
                 if keyword.arg == option:

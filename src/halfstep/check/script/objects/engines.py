@@ -326,11 +326,22 @@ def trains_in_fp16(script: Script) -> bool:
 
 
 def lightning_methods(script: Script) -> Iterator[Function]:
-    """The methods of the Lightning modules and callbacks of a script."""
-    for name, methods in script.outline.classes.items():
+    """The methods of the Lightning modules and callbacks of a script, and those that they inherit from a class of the file."""
+    owners: dict[str, None] = {}
+    for name in script.outline.classes:
         bases = [base for base in _bases(script.outline, name) if base.split(".")[0] in _LIGHTNING_PACKAGES]
         if any(base.endswith(("LightningModule", "Callback")) for base in bases):
-            yield from methods.values()
+            owners |= dict.fromkeys((name, *_own_bases(script.outline, name)))
+    for name in owners:
+        yield from script.outline.classes[name].values()
+
+
+def _own_bases(outline: Outline, name: str, depth: int = 4) -> Iterator[str]:
+    """The classes of the file that a class inherits from."""
+    for base in outline.bases.get(name, ()) if depth else ():
+        if isinstance(base, ast.Name) and base.id in outline.classes:
+            yield base.id
+            yield from _own_bases(outline, base.id, depth - 1)
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Devices that autocast rejects: a torch.device, or the number of a GPU; and names of devices that are asked for their type."""
+"""Devices that autocast rejects: a torch.device, the number of a GPU, or a condition; and names of devices that are asked for their type."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_device", "is_dtype", "is_number", "untyped_device"]
+__all__ = ["is_condition", "is_device", "is_dtype", "is_number", "untyped_device"]
 
+_QUERIES = {"torch.cuda.is_available", "torch.cuda.is_bf16_supported"}
 _NUMBERS = {"torch.cuda.current_device", "torch.cuda.device_count"}
+
+
+def is_condition(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> bool:
+    """Whether an expression is True or False and names no device: `dtype == "float16"`, `not args.fp32`, or a variable with such a value."""
+    if isinstance(node, ast.BoolOp):
+        # The last part of `use_amp and dtype == "fp16"` decides; `device or torch.cuda.is_available()` may be the device.
+        parts = node.values[-1:] if isinstance(node.op, ast.And) else node.values
+        return all(is_condition(outline, part, function, depth) for part in parts)
+    if isinstance(node, ast.Call):
+        return key_of(node.func) == "bool" or outline.names.full(node.func) in _QUERIES
+    key = key_of(node)
+    if key and key not in function.params and depth:
+        values = outline.values(key, function)
+        return bool(values) and all(is_condition(outline, value, function, 0) for value in values)
+    return isinstance(node, ast.Compare) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
 
 
 def is_device(script: Script, device: ast.expr, region: Autocast) -> bool:

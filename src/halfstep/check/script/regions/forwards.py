@@ -35,6 +35,8 @@ __all__ = [
 _SIXTEEN = regex(
     r"autocast|half\(|float16|\bapex\b(?<!\w\.apex)(?! = (?:True|False))|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
+_SWITCHES = regex(r"autocast|custom_fwd|float32|fp32|no_amp|force", re.IGNORECASE)
+_ASKED = regex(r"autocast.*enabled")
 _COMMENT = regex(r"^\s*#.*|#[^'\"]*$")
 _LOSS = regex(r"loss|crit|entropy|^(bce|mse|mae|l1|ce|nll|dice|hinge|kl)\w*$", re.IGNORECASE)
 _NETWORK = regex(r"vgg|percep|lpips|content|style|feature|clip|model|net", re.IGNORECASE)  # losses that run a network
@@ -75,24 +77,31 @@ def bce_in_forward(script: Script) -> Iterator[ast.Call]:
         if loop is None or loop.base == "trainer" or loop.precision not in {"fp16", "bf16"} or _on_cpu(script):
             continue
         for method in (m for n, m in methods.items() if n == "forward" or n.endswith(("step", "loss"))):
-            for node in ast.walk(method.node):
-                if (
-                    isinstance(node, ast.Call)
-                    and _is_bce(script, node, method)
-                    and not _is_disabled(script, node, method)
-                ):
-                    yield node
+            yield from _bce_of(script, method)
     if any(a.device not in {"cuda", None} for a in script.autocasts):
         return
     for name in script.classes_under_autocast:
         forward = outline.classes.get(name, {}).get("forward")
-        for node in ast.walk(forward.node) if forward is not None else ():
-            if (
-                isinstance(node, ast.Call)
-                and _is_bce(script, node, forward)
-                and not _is_disabled(script, node, forward)
-            ):
-                yield node
+        yield from _bce_of(script, forward) if forward is not None else ()
+
+
+def _bce_of(script: Script, function: Function, depth: int = 3) -> Iterator[ast.Call]:
+    """The binary cross-entropies of a function and of those that it calls, except where autocast is off."""
+    for call in (n for n in ast.walk(function.node) if isinstance(n, ast.Call)):
+        target = script.outline.call_target(call, function) if depth else None
+        is_bce = _is_bce(script, call, function)
+        if (is_bce or target is not None) and not _is_disabled(script, call, function):
+            if is_bce:
+                yield call
+            if target is not None and not isinstance(target.node, ast.Module) and not _asks_for_autocast(target):
+                yield from _bce_of(script, target, depth - 1)
+
+
+def _asks_for_autocast(function: Function) -> bool:
+    """Whether a function knows whether autocast is on, or has a decorator that may switch it off."""
+    decorated = [text_of(d) for d in getattr(function.node, "decorator_list", ())]
+    asked = (n.attr for n in ast.walk(function.node) if isinstance(n, ast.Attribute))
+    return any(map(_SWITCHES.search, decorated)) or any(map(_ASKED.search, asked))
 
 
 def _on_cpu(script: Script) -> bool:
