@@ -3,6 +3,7 @@
 import pytest
 
 from check_scripts import findings
+from halfstep.check import check_path
 
 CHOSEN = """\
 import torch
@@ -481,6 +482,8 @@ _ENTER = "stack.enter_context(torch.autocast('cuda', dtype=torch.float16))"
     ("enter", "expected"),
     [(_ENTER, 1), (f"if fp16:\n                {_ENTER}", 0), (f"if other:\n                {_ENTER}", 1)],
 )
-def test_a_stack_enters_the_region_under_a_condition(enter, expected):
-    """A region that only the setting of the scaler enters is not open without it."""
-    assert len(findings(STACK.format(enter=enter), "HS123")) == expected
+def test_a_stack_enters_the_region_under_a_condition(enter, expected, tmp_path):
+    """A region that only the setting of the scaler enters is not open without it; one under another setting may be."""
+    path = tmp_path / "train.py"
+    path.write_text(STACK.format(enter=enter))
+    assert len(check_path(path, select=["HS123"])) == expected

@@ -103,11 +103,11 @@ class ScalerNotRestored(ScriptRule):
                 f"the state of `{step.scaler}` is saved, but only that of `{other}` is restored: a resumed run restarts it at the initial scale",
                 instead=f"call {step.scaler}.load_state_dict(...) as well",
             )
-        for call, scaler in () if script.has("load_scaler") else unrestored_attached(script):
+        for call, attached in () if script.has("load_scaler") else unrestored_attached(script):
             yield self.finding(
                 script.where(call),
-                f"the state of `{scaler}` is saved, but only the other objects are restored: a resumed run restarts at the initial scale",
-                instead=f'restore "scaler": {scaler} here as well',
+                f"the state of `{attached}` is saved, but only the other objects are restored: a resumed run restarts at the initial scale",
+                instead=f'restore "scaler": {attached} here as well',
             )
         if script.has("load_scaler") or not all(map(_only_saves, handed)) or _restored_by_another_name(script):
             return

@@ -170,7 +170,7 @@ def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
             elif package in {"lightning", "pytorch_lightning"} and last == "Trainer":
                 node = keyword_of(outline, site.call, site.function, "precision")
                 precision = by_default(outline, node, site.function) if node is not None else None
-                if precision in _HALF:
+                if node is not None and precision in _HALF:
                     yield node, f"precision {precision!r}"
 
 

@@ -218,7 +218,7 @@ def _entry(value: ast.expr, entry: object) -> ast.expr:
     if isinstance(value, ast.Call) and key_of(value.func) == "dict":
         return next((keyword.value for keyword in value.keywords if keyword.arg == entry), value)
     is_part = isinstance(value, ast.Tuple) and type(entry) is int and -len(value.elts) <= entry < len(value.elts)
-    return value.elts[entry] if is_part else value  # type: ignore[attr-defined, index]
+    return value.elts[entry] if is_part else value  # type: ignore[attr-defined]
 
 
 def _assigned_once(function: Function, value: ast.expr) -> ast.expr:

@@ -10,7 +10,7 @@ import ast
 from typing import Any
 
 from halfstep.check.simulation.simulation import Simulation
-from halfstep.check.simulation.values import Class, Func, Instance, Library, is_plain
+from halfstep.check.simulation.values import Class, Func, Instance, Library, Unknown, is_plain
 
 __all__ = ["Enums", "is_enum"]
 
@@ -80,7 +80,7 @@ class Enums(Simulation):
         for member in self.members(cls).values():
             if member is wanted or (is_plain(wanted) and member.attributes["value"] == wanted):
                 return member
-        return self.unread(cls.node.name)
+        return Unknown(self.path.fresh(cls.node.name))
 
     def compared(self, left: Any, sign: ast.cmpop, right: Any) -> Any:
         """A comparison of members."""
