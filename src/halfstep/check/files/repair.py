@@ -19,6 +19,7 @@ __all__ = ["Repair", "blank", "parse_error", "repair", "without_magics"]
 # Words that IPython accepts as magics without the percent sign.
 _AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
 _MAGIC = regex(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
+_ENVIRONMENT = regex(r"%(?:set_)?env (\w+=[\w./-]+)")
 _PRINT = regex(r"[ \t]*print\b[ \t]*(?![ \t=(.,\[]).")
 _CONFLICT = regex(r"<{7} |={7}$|>{7} |\|{7} ")
 # Lines without which no repair is tried: the parser is the judge, but most files need not be parsed twice.
@@ -79,9 +80,11 @@ def without_magics(text: str) -> str:
 
 
 def _nothing(line: str) -> str:
-    """A statement of the same length and indentation that does nothing."""
+    """A statement of the same length and indentation that does nothing; `"NAME=value"` for a magic that sets a variable of the environment."""
     indent = len(line) - len(line.lstrip())
     rest = len(line) - indent
+    if setting := _ENVIRONMENT.fullmatch(line.strip()):
+        return line[:indent] + f'"{setting[1]}"'.ljust(rest)
     return line[:indent] + "0" + " " * (rest - 1) if rest else line
 
 

@@ -29,6 +29,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.regex import regex
 from halfstep.check.script.assumed.enums import write_members
+from halfstep.check.script.assumed.named_parts import write_named_parts
 from halfstep.check.script.assumed.partials import write_partials
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace, read_traces
@@ -281,6 +282,7 @@ def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS)
         return Script(source, settings, tree)
     write_members(tree, with_properties=False)
     make_plain(tree)
+    write_named_parts(tree, text)
     write_partials(tree, text)
     outline = read_outline(tree, text, (*words.words, *words.lines))
     # PaddlePaddle has classes and methods of the same names, with other rules.

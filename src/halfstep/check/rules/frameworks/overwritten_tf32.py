@@ -51,15 +51,18 @@ class OverwrittenTf32(ScriptRule):
     reason = (
         "`torch.backends.cuda.matmul.allow_tf32` and `torch.set_float32_matmul_precision` set the same switch, and the last one counts: "
         "after `set_float32_matmul_precision('high')` matrix products use TF32 whatever `allow_tf32` was a line before. An option that "
-        "sets the first of them has no effect on matrix products, and a run that is meant to be in float32 is not."
+        "sets the first of them has no effect on matrix products, and a run that is meant to be in float32 is not. `allow_tf32 = True` also "
+        "replaces 'medium' by 'high'."
     )
     bad = (
         f"{_OPTION}{_ALLOWS} = args.tf32\n{_CHOOSES}('high')\n",
         f"import torch\n{_ALLOWS} = False\ntorch.backends.cudnn.allow_tf32 = False\n{_CHOOSES}('high')\n",
+        f"import torch\n{_CHOOSES}('medium')\n{_ALLOWS} = True\n",
     )
     good = (
         f"{_OPTION}{_ALLOWS} = args.tf32\n{_CHOOSES}('high' if args.tf32 else 'highest')\n",
         f"import torch\n{_ALLOWS} = True\n{_CHOOSES}('high')\n",
+        f"import torch\n{_ALLOWS} = True\n{_CHOOSES}('medium')\n",
         f"import torch\n{_ALLOWS} = False\nmeasure()\n{_CHOOSES}('high')\n",
     )
     references = (
@@ -82,6 +85,7 @@ class OverwrittenTf32(ScriptRule):
                             script.where(second.node),
                             f"{second.name} overwrites {first.name} ({script.at(first.node)}): {effect}",
                             instead="keep one of the two, such as torch.set_float32_matmul_precision('high' if tf32 else 'highest')",
+                            severity="advice" if _is_weakened(first, second) else None,
                         )
 
 
@@ -125,6 +129,8 @@ def _is_quiet(script: Script, statement: ast.stmt) -> bool:
 def _effect(script: Script, first: _Setting, second: _Setting) -> str:
     """What the first setting asks for in vain; "" if the two agree or the text does not decide it."""
     if first.means is not None:
+        if _is_weakened(first, second):
+            return "the precision is 'high' then, not 'medium'"
         if second.means in {None, first.means}:
             return ""
         return f"matrix products {'use' if second.means else 'do not use'} TF32"
@@ -138,6 +144,11 @@ def _effect(script: Script, first: _Setting, second: _Setting) -> str:
     if means is None:
         return ""
     return f"`{text_of(first.value)}` has no effect on matrix products, which {'use' if means else 'do not use'} TF32 by the default of `{text_of(second.value)}`"
+
+
+def _is_weakened(first: _Setting, second: _Setting) -> bool:
+    """Whether `allow_tf32 = True` follows 'medium': both use TF32, but it chooses 'high'."""
+    return constant(first.value) == "medium" and second.name == "`allow_tf32`" and second.means is True
 
 
 def _default(script: Script, value: ast.expr) -> bool | None:

@@ -32,6 +32,7 @@ from halfstep.check.script.objects.trainers import is_trainer
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.hooked_gradients import measuring_hooks
 from halfstep.check.script.scaling.tested_norms import only_normalizes, only_tested
+from halfstep.check.script.scaling.watched import WATCH, watched_by_environment
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -112,6 +113,7 @@ class ScaledGradientsRead(TraceRule):
         "on_after_backward",
         "on_train_batch_end",
         ".watch(",
+        WATCH,
         "_hook(",
     )
     lines = ("wandb.init",)
@@ -125,6 +127,12 @@ class ScaledGradientsRead(TraceRule):
                 script.where(call),
                 f"`{text_of(call.func)}` logs gradients in hooks of the backward, where they are multiplied by the loss scale",
                 instead="log='parameters', and log the norm of the gradients after they are unscaled",
+            )
+        for node in watched_by_environment(script) if _has_fp16_trainer(script) else ():
+            yield self.finding(
+                script.where(node),
+                f"with `{WATCH}` the Trainer's callback logs gradients in hooks of the backward, where they are multiplied by the loss scale",
+                instead=f"{WATCH}=parameters, or leave it out: the Trainer logs the norm of the unscaled gradients",
             )
         for node, what in measuring_hooks(script) if _scales(script) else ():
             yield self.finding(

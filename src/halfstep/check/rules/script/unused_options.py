@@ -46,7 +46,13 @@ from halfstep.check.script.syntax.unread_settings import Settings, unread_settin
 __all__ = ["RULES"]
 
 _FLAG = regex(r"(use_|enable_)?(amp|b?fp?16|b?float16|mixed_?precision|half_precision)")
-_FIELD = regex(rf"{_FLAG.pattern}|apex|(\w+_)?(to|in|use)_[48]_?bit")
+# A flag may be for one phase or model: `amp_rollout`, `eval_fp16`.
+_PART = (
+    r"train(ing)?|eval(uation)?|val(idation)?|test|infer(ence)?|rollout|actor|critic|teacher|student|policy|sampling"
+)
+_FIELD = regex(
+    rf"{_FLAG.pattern}|({_PART})_{_FLAG.pattern}|{_FLAG.pattern}_(in_|for_)?({_PART})|apex|(\w+_)?(to|in|use)_[48]_?bit"
+)
 _FEW = 5  # statements; with fewer, a function may as well only pass its parameters on
 _STORED = regex(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)(_enabled|_on)?$", re.IGNORECASE)
 _SCALE = regex(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")

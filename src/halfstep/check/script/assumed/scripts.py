@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.files.python import parse_python
 from halfstep.check.script.assumed.enums import write_members
 from halfstep.check.script.assumed.fold import Rejected, fold
+from halfstep.check.script.assumed.named_parts import write_named_parts
 from halfstep.check.script.assumed.partials import write_partials
 from halfstep.check.script.assumed.settings import Assumption, assumptions
 from halfstep.check.script.script import Script
@@ -31,6 +32,7 @@ def assumed_scripts(script: Script, words: RuleWords = NO_WORDS) -> Iterator[tup
         tree = parse_python(script.source.text, script.source.path)
         write_members(tree)
         make_plain(tree)
+        write_named_parts(tree, script.source.text)
         write_partials(tree, script.source.text)
         outline = read_outline(tree, script.source.text, (*words.words, *words.lines))
     for assumption in assumptions(outline, tree):
@@ -44,6 +46,7 @@ def _assumed(script: Script, assumption: Assumption, words: tuple[str, ...]) -> 
     tree = parse_python(text, script.source.path)
     write_members(tree)
     make_plain(tree)
+    write_named_parts(tree, text)
     write_partials(tree, text)
     outline = read_outline(tree, text, words)
     settled: set[ast.AST] = set()

@@ -55,6 +55,7 @@ _SIZES = {"shape", "size", "ndim", "dim", "numel", "dtype", "device", "is_cuda"}
 _MOVES = {"to", "cuda", "half", "float", "type"}
 # What validation does with its results; pictures are none.
 _MEASURES = regex(r"(^|[._])(append|item|update)$|loss|criterion|metric|accuracy|score", re.IGNORECASE)
+_BATCHES = regex(r"batches|steps|iters|iterations", re.IGNORECASE)
 _DRAWS = regex(r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
 
 
@@ -202,8 +203,19 @@ def is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
     # In a loop that measures all batches `if i == 0:` draws one of them.
     own = _tests_around(script, event.node, around)
     is_measured = any(_MEASURES.search(key_of(c.func)) for c in calls if _tests_around(script, c, around) <= own)
-    is_whole = around is not None and not any(isinstance(n, ast.Break) for n in ast.walk(around))
+    is_whole = around is not None and not _ends_early(script, event, around)
     return any(_tests_around(script, call, around) <= own or not (is_measured and is_whole) for call in drawn)
+
+
+def _ends_early(script: Script, event: Event, around: ast.AST) -> bool:
+    """Whether a loop is left after some examples, not a validation after as many batches as a variable says: `if i >= num_batches:`."""
+    for leave in (n for n in ast.walk(around) if isinstance(n, ast.Break)):
+        test = next((n.test for n in script.above(leave) if isinstance(n, ast.If)), None)
+        compared = [n for n in ast.walk(test) if isinstance(n, ast.Compare)] if test is not None else []
+        limits = [n.comparators[0] for n in compared if isinstance(n.ops[0], (ast.GtE, ast.Gt, ast.Eq))]
+        if not any(_BATCHES.search(key_of(limit)) for limit in limits) or not is_validation(script, event):
+            return True
+    return False
 
 
 def _tests_around(script: Script, node: ast.AST, loop: ast.AST | None) -> set[ast.AST]:

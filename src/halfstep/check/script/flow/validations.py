@@ -111,21 +111,24 @@ def is_loaded_low(script: Script, call: ast.Call, model: str, function: Function
 
 
 def _shared_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:
-    """The first call outside any region of a function with a model that training calls in one: `compute_loss(model, batch)`.
+    """The first call outside any region of a function with a model, or of a method without a body, that training calls in one.
 
+    `compute_loss(model, batch)` and `self.compute_loss(batch)`, which each subclass defines.
     Also of a function of the same import for a whole loader: `loss_loader(model, loader)` for `loss_batch(model, batch)`.
     """
     functions = [f for f in script.outline.functions if isinstance(f.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     trained: dict[str, str] = {}
     for function in filter(trains_in_region, (*functions, script.outline.module)):
-        trained |= {key_of(call.func): function.cls for call in _calls_in_region(function) if _gets_model(call)}
+        calls = [c for c in _calls_in_region(function) if _gets_model(c) or _is_left_open(script, c, function)]
+        trained |= {key_of(call.func): function.cls for call in calls}
     for function in functions if trained else ():
         if not _VALIDATES.search(function.name) or _ASIDE.search(function.name):
             continue
         if not _NO_GRADIENTS.search(ast.unparse(function.node)) or _may_be_in_region(script, function, functions):
             continue
         calls = sorted((n for n in ast.walk(function.node) if isinstance(n, ast.Call)), key=lambda c: c.lineno)
-        own = [c for c in calls if trained.get(key_of(c.func)) in {"", function.cls} and _gets_model(c)]
+        own = [c for c in calls if trained.get(key_of(c.func)) in {"", function.cls}]
+        own = [c for c in own if _gets_model(c) or _is_left_open(script, c, function)]
         # Training opens the region around the function of one batch, so that one is not in the functions of that import.
         siblings = {
             _sibling_of(script, key) for key, cls in trained.items() if cls in {"", function.cls} and key.isidentifier()
@@ -166,6 +169,21 @@ def _gets_model(call: ast.Call) -> bool:
     """Whether a call passes a model to a function that is named for a forward or a loss."""
     named = bool(_COMPUTES.search(last_name(key_of(call.func))) or _LOSSES.search(last_name(key_of(call.func))))
     return named and any(_MODEL.search(key_of(value)) for value in arguments_of(call))
+
+
+def _is_left_open(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a method for a forward or a loss is left to subclasses, so that no trace shows it: `raise NotImplementedError`."""
+    owner, _, name = key_of(call.func).rpartition(".")
+    method = script.outline.classes.get(function.cls, {}).get(name) if owner == "self" else None
+    if method is None or not (_COMPUTES.search(name) or _LOSSES.search(name)):
+        return False
+    is_empty = all(isinstance(s, ast.Pass) or _is_bare(s) for s in method.body)
+    return is_empty or "NotImplementedError" in ast.unparse(method.body[-1])
+
+
+def _is_bare(statement: ast.stmt) -> bool:
+    """Whether a statement is a docstring or an ellipsis."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _twin_validations(script: Script) -> Iterator[tuple[ast.Call, str]]:

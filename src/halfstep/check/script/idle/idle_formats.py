@@ -12,7 +12,7 @@ from halfstep.check.script.objects.chosen import chooses_format, is_local, is_us
 from halfstep.check.script.objects.command_line import Options
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
-from halfstep.check.script.syntax.outline import Binding
+from halfstep.check.script.syntax.outline import Binding, Outline
 from halfstep.check.script.syntax.shown import only_reaches_messages
 from halfstep.check.script.syntax.unread import read_names
 
@@ -43,7 +43,7 @@ def idle_formats(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
         if first is None or len(chosen) != len(bindings) or is_read:
             continue
         # By the text: the tree has what a table gives in the place of the variable.
-        is_used = name == key and bool(num_reads(script.source.text, name) or outline.calls.keys() & _BY_NAME)
+        is_used = name == key and bool(num_reads(script.source.text, name) or _is_read_by_name(outline, bindings))
         is_shown = is_used and _is_only_shown(script, name, bindings)
         if is_used and not is_shown:
             continue
@@ -57,9 +57,21 @@ def idle_formats(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
         yield place, f"{what} {state}", key
 
 
+def _is_read_by_name(outline: Outline, bindings: list[Binding]) -> bool:
+    """Whether a call such as `globals()` may read a variable; not one that runs before it has a value, as where a file lists its settings."""
+    first = min(getattr(binding.node, "lineno", 0) for binding in bindings)
+    own = {binding.function for binding in bindings}
+    for call, function in (site for name in _BY_NAME for site in outline.calls.get(name, ())):
+        loops = (n for n in outline.above(call) if isinstance(n, ast.For | ast.While))
+        is_before = own == {function} and call.lineno < first and not any(loops)
+        if not is_before:
+            return True
+    return False
+
+
 def _is_only_shown(script: Script, name: str, bindings: list[Binding]) -> bool:
     """Whether the reads of a local variable, as the program is written, reach nothing but messages."""
-    if not is_local(script.outline, bindings) or script.outline.calls.keys() & _BY_NAME:
+    if not is_local(script.outline, bindings) or _is_read_by_name(script.outline, bindings):
         return False
     try:
         tree = parse_python(script.source.text)

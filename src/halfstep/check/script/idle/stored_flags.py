@@ -15,7 +15,7 @@ from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Binding, Function
 from halfstep.check.script.syntax.shown import is_only_shown
-from halfstep.check.script.syntax.unread import inherits, is_setting
+from halfstep.check.script.syntax.unread import inherits, is_setting, read_names
 
 __all__ = ["idle_flags", "powerless_flags", "shadowed_flags"]
 
@@ -89,25 +89,35 @@ def idle_flags(script: Script, flags: re.Pattern[str], read: Collection[str]) ->
             switches.append((classes.get(region.node, ""), "yes" if is_on else "", "autocast is always on"))
     for key, bindings in outline.bindings.items() if switches else ():
         name = key.removeprefix("self.")
-        if name == key or name in read or not flags.search(name) or len(bindings) != 1:
+        if name == key or not flags.search(name) or len(bindings) != 1:
             continue
-        if len(re.findall(rf"\.{name}\b", script.source.text)) > 1:
-            continue  # by the text: the tree has the default of the parameter in the place of the attribute
+        is_copied = name in read_names(list(ast.walk(bindings[0].node)))
+        if name in read and not is_copied:
+            continue
+        # By the text: the tree has the default of the parameter in the place of the attribute.
+        if len(re.findall(rf"(?<!torch)(?<!cuda)[.\"']{name}\b", script.source.text)) > 1 + is_copied:
+            continue
         function = bindings[0].function
         own = [(enabled, effect) for cls, enabled, effect in switches if cls == function.cls]
         is_always = {enabled for enabled, _ in own} == {"yes"}
-        if is_always and not inherits(outline, function.cls) and _is_parameter(function, bindings[0].value):
+        if is_always and not inherits(outline, function.cls) and _is_given(function, bindings[0].value):
             yield bindings[0].node, key, own[0][1]
+
+
+def _is_given(function: Function, value: ast.expr | None) -> bool:
+    """Whether a value is a parameter with no other use, or is read from settings by a name: `args.use_amp`, `cfg["amp"]`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "bool" and value.args:
+        value = value.args[0]
+    return _is_parameter(function, value) or is_setting(value)
 
 
 def _is_parameter(function: Function, value: ast.expr | None) -> bool:
     """Whether a value is a parameter that its function has no other use of, or a condition on one: `use_amp and is_cuda`."""
-    if not isinstance(value, ast.Name | ast.BoolOp | ast.Call):
+    if not isinstance(value, ast.Name | ast.BoolOp):
         return False
     named = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} & set(function.params)
     uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id in named]
-    is_flag = isinstance(value, ast.Name | ast.BoolOp) or (isinstance(value.func, ast.Name) and value.func.id == "bool")
-    return is_flag and len(named) == len(uses) == 1
+    return len(named) == len(uses) == 1
 
 
 def shadowed_flags(
