@@ -54,14 +54,14 @@ def _named(outline: Outline, node: ast.expr, function: Function, depth: int) -> 
         return
     key = key_of(node)
     sources = [(v, f) for v, f in outline.sources(key, function) if v is not node][:MAX_VALUES]
-    if not sources and isinstance(node, ast.Attribute):
-        sources = list(_returned(outline, node.attr))
-    if not sources and isinstance(node, ast.Attribute):
+    if not sources and isinstance(node, ast.Attribute) and not any(_returned(outline, node.attr)):
         names = _field_choices(outline, node.attr) or strings_of(outline, node, function)
         # Only declared choices are all that it may be; a default may be replaced by the file that the user writes.
         yield from ((n, text_of(node)) for n in sorted(names - never) if UNKNOWN not in names)
     if len(sources) > 1 and not _exclude_each_other(outline, [value for value, _ in sources]):
         return
+    if not sources and isinstance(node, ast.Attribute):
+        sources = list(_returned(outline, node.attr))
     for value, scope in sources:
         yield from ((s, asked) for s, asked in _strings(outline, value, scope, depth - 1) if s not in never)
 
