@@ -135,6 +135,14 @@ class Assignments:
                 branches.append(group)  # another method sets more keys, here or in a branch of its own
         return always, branches
 
+    def written(self, call: ast.Call, entries: Sequence[Entry], name: str, source: ast.expr) -> ast.Call:
+        """A call with the values of `**options` as its own arguments: those of the dictionary and those assigned later."""
+        made = [a.value for group in self.groups.get(name, ()) for a in group.assigns]
+        parts = source.values if isinstance(source, ast.Dict) else [k.value for k in getattr(source, "keywords", ())]
+        values = {self.literals.span(value): value for value in (*parts, *made)}
+        keywords = [ast.keyword(e.key, values[e.value.span]) for e in entries if e.value.span in values]
+        return ast.copy_location(ast.Call(call.func, [], keywords), call)
+
     def _is_other_method(self, line: int, binding: int, first: int) -> bool:
         """Whether a line is in another method of the class in which line `binding` is, in the method that starts at `first`."""
         owner = next((lines for lines in reversed(self.classes) if lines[0] <= binding <= lines[1]), None)

@@ -46,7 +46,9 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
         if not all(key in passed for key in pair) or all(isinstance(passed[key], ast.Constant) for key in pair):
             continue
         flags = _Flags(call, nodes, names)
-        if all(flags.is_on(passed[key]) for key in pair) and not any(
+        # A literal is on where a branch has set it: `options["bf16"] = True`.
+        is_set = any(isinstance(passed[key], ast.Constant) for key in pair)
+        if all(flags.is_on(passed[key]) or (is_set and flags.is_default(passed[key])) for key in pair) and not any(
             flags.relates(passed[key], other) for key, other in (pair, pair[::-1])
         ):
             facts |= {on_by_itself(key) for key in pair}
@@ -148,12 +150,18 @@ class _Flags:
     def is_default(self, value: ast.expr) -> bool:
         """Whether an expression is an option of the command line that is true unless the user switches it off, and nothing changes it."""
         value = _unwrapped(value)
+        is_inverted = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)  # `fp16=not args.cpu`
+        value = value.operand if isinstance(value, ast.UnaryOp) and is_inverted else value
         name, owner = _read(value)
         if not isinstance(value, ast.Attribute) or owner is None or not self._is_filled_elsewhere(owner):
             return False
         parsed = [v for _, v in self.bound.get(key_of(owner), ()) if isinstance(v, ast.Call)]
         is_changed = any(_read(target)[0] == name for target in self.targets)
-        return bool(parsed or self._is_parameter(owner)) and not is_changed and defaults_of(self.calls, name) == {True}
+        return (
+            bool(parsed or self._is_parameter(owner))
+            and not is_changed
+            and defaults_of(self.calls, name) == {not is_inverted}
+        )
 
     def _is_fallback(self, node: ast.stmt, key: str, *, alone: bool = False) -> bool:
         """Whether a setting is assigned where the user did not set it: below `if config.bf16 is None`, and nothing else if `alone`."""

@@ -220,7 +220,10 @@ class _Finder:
             for changed in self._versions(root, name, source):
                 entries = (*own.entries, *changed.entries)
                 block = replace(own, entries=entries, open=changed.open)
-                yield replace(self._config("transformers", block, origin), assembled=True)
+                facts = self.script | flag_facts(
+                    self.assignments.written(call, entries, name, source), self.nodes, self.names
+                )
+                yield replace(self._config("transformers", block, origin), assembled=True, script=facts)
 
     def _removed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
         """The arguments that Lightning 2 removed, where the script sets them in `options` of `Trainer(**options)`."""
