@@ -220,9 +220,8 @@ class _Finder:
             for changed in self._versions(root, name, source):
                 entries = (*own.entries, *changed.entries)
                 block = replace(own, entries=entries, open=changed.open)
-                facts = self.script | flag_facts(
-                    self.assignments.written(call, entries, name, source), self.nodes, self.names
-                )
+                written = self.assignments.written(call, entries, name, source)
+                facts = self.script | flag_facts(written, self.nodes, self.names)
                 yield replace(self._config("transformers", block, origin), assembled=True, script=facts)
 
     def _removed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
