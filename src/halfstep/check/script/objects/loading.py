@@ -25,6 +25,7 @@ __all__ = [
     "lasting_casts",
     "loading_options",
     "loads_bfloat16",
+    "loads_without_unsloth",
     "stored_float16",
     "stored_low",
     "unsloth_adapters",
@@ -81,6 +82,12 @@ def unsloth_adapters(outline: Outline) -> str:
     whole = [conditions_of(outline, call) for call in loads if _is_whole(call)]
     is_apart = any(not any(possible(own, guards) for guards in attached) for own in whole)
     return "optional" if is_apart else "yes"
+
+
+def loads_without_unsloth(outline: Outline) -> bool:
+    """Whether a file that can use Unsloth also loads language models with transformers, in a run without it."""
+    fulls = (outline.names.full(site.call.func) for site in outline.calls.get("from_pretrained", ()))
+    return any(full.startswith("transformers.") and "For" in full for full in fulls)
 
 
 def _is_whole(load: ast.Call) -> bool:
