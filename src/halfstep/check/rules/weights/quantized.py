@@ -12,6 +12,7 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training, is_in_own_run
 from halfstep.check.script.objects.command_line import Options, stays_here
+from halfstep.check.script.objects.expressions import arms_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.quantized_loads import is_of_untrained
@@ -53,6 +54,7 @@ _KNOWN = tuple(f"bnb_4bit_{n}" for n in ("compute_dtype", "quant_type", "use_dou
     f"llm_int8_{n}" for n in ("threshold", "skip_modules", "enable_fp32_cpu_offload", "has_fp16_weight")
 )
 _SETTING = regex(r"(bnb_|llm_int8_)\w+")
+_BF16_FLAG = regex(r"([\w.]+\.)?(use_)?bf16")
 _OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
 
@@ -100,7 +102,7 @@ class ComputeDtypeMismatch(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """A compute dtype that is certainly float16, next to a bf16 that is on, or that an option turns on."""
         state, bf16 = bf16_run(script)
-        bf16 = bf16 or bf16_weights(script)
+        bf16 = bf16 or bf16_weights(script) or _chosen_bf16(script)
         fp16 = None if bf16 else fp16_training(script)
         if fp16 is not None:
             for call, function in quantizations(script):
@@ -126,6 +128,21 @@ class ComputeDtypeMismatch(ScriptRule):
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
                     instead="bnb_4bit_compute_dtype=torch.bfloat16",
                 )
+
+
+def _chosen_bf16(script: Script) -> str:
+    """The quantized model that a script trains, loaded in bfloat16 where a flag asks for it; "" if there is none."""
+    outline = script.outline
+    for call, function in outline.calls.get("from_pretrained", ()) if "train" in outline.calls else ():
+        node = keyword_of(outline, call, function, "torch_dtype", "dtype")
+        if node is None or keyword_of(outline, call, function, "quantization_config") is None:
+            continue
+        values = outline.values(key_of(node), function) if key_of(node) else [node]
+        for arm in (arm for value in values for arm in arms_of(value)):
+            asked = [text for text, is_true in conditions_of(outline, arm) if is_true and _BF16_FLAG.fullmatch(text)]
+            if asked and formats_of(outline, arm, function) == {"bfloat16"}:
+                return f"line {arm.lineno} loads the model in bfloat16 with `{asked[0]}`"
+    return ""
 
 
 def _may_follow(script: Script, call: ast.Call, value: ast.expr, function: Function) -> bool:

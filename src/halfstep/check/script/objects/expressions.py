@@ -45,9 +45,7 @@ __all__ = [
 ]
 
 _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
-ADAPTER_FLAG = regex(
-    rf"lora|dora|hqq|low_rank|peft|unsloth|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE
-)
+ADAPTER_FLAG = regex(rf"lora|dora|hqq|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 # What a function or an option does other than train, by its name.
 OTHER_USE = regex(r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug")
 _QUANTIZES = regex(r"quant|hqq|[48]_?bit|bnb", re.IGNORECASE)
@@ -319,7 +317,8 @@ def is_below_calls(outline: Outline, node: ast.AST, scope: Function, callee: Fun
 def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
     """Whether a value is None or False in some run: assigned so, by one arm of a ternary, or an option that may be off."""
     values = outline.values(key, function) if (key := key_of(value)) else [value]
-    entries = [e for v in values if isinstance(v, ast.Subscript) for e in entries_named(outline, key_of(v), function)]
+    parts = [v for v in (*values, value) if isinstance(v, ast.Subscript)]
+    entries = [entry for part in parts for entry in entries_named(outline, key_of(part), function)]
     if any(may_be_none(outline, entry, scope) for entry, scope in entries if entry is not value):
         return True
     arms = [arm for v in values for arm in arms_of(v)]
