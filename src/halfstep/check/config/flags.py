@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import Names, chain, key_of
 
-__all__ = ["PAIRS", "by_default", "flag_facts", "offered", "on_by_itself"]
+__all__ = ["PAIRS", "assigned_facts", "by_default", "flag_facts", "offered", "on_by_itself"]
 
 PAIRS = (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval"))
 _ASKS = frozenset({"is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available"})
@@ -59,6 +59,12 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
                 related = any(flags.relates(passed[key], other) for key, other in ((first, second), (second, first)))
                 facts |= {offered(first), on_by_itself(second), by_default(second)} if not related else set()
     return frozenset(facts)
+
+
+def assigned_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozenset[str]:
+    """The facts about flags that a branch assigns: `options["bf16"] = True` is on in that branch only, whatever else is offered."""
+    offers = {offered(key) for pair in PAIRS for key in pair}
+    return flag_facts(call, nodes, names) - offers
 
 
 class _Flags:
