@@ -110,3 +110,24 @@ def test_a_variable_and_an_attribute_that_are_copies_of_each_other():
     assert values(circle.format(last="'no'")) == []
     assert values("p = q\nq = p\nuse(p)") == []
     assert values("p = 'fp16'\nif full:\n    p = 'no'\nuse(p)") == ["fp16", "no"]
+
+
+ENUM = "class Precision(str, Enum):\n    HALF = 'fp16'\n    BRAIN = 'bfloat16'\n"
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("def f(p: Precision):\n    run(p.value)\n", {"fp16", "bfloat16"}),
+        ("class C:\n    p: 'Precision'\ndef f(c):\n    run(c.p.value)\n", {"fp16", "bfloat16"}),
+        ("run(Precision[name].value)\n", {"fp16", "bfloat16"}),
+        ("run(Precision(name).value)\n", {"fp16", "bfloat16"}),
+        ("def f(p: Precision):\n    run('bf16' if p is Precision.BRAIN else p.value)\n", {"bf16", "fp16"}),
+        ("def f(p: Other):\n    run(p.value)\n", set()),
+    ],
+)
+def test_the_values_of_an_enum(use, expected):
+    """Any member may be chosen, except those that a test handles."""
+    nodes = list(ast.walk(ast.parse(ENUM + use)))
+    call = next(n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "run")
+    assert {literal.value for literal in Alternatives(nodes).of(call.args[0])} == expected

@@ -136,3 +136,31 @@ def test_a_loop_that_skips_auto_resolves_nothing():
     config = CONFIG.replace('"stage": 1', '"stage": 3, "reduce_bucket_size": "auto"')
     assert "HS259" in codes(script(body.format("continue"), config))
     assert "HS259" not in codes(script(body.format("value = 5"), config))
+
+
+METHODS = """\
+import deepspeed
+
+class Engine:
+    def __init__(self, model, half):
+        self.config = {{"train_batch_size": 8}}
+        self.engine, *_ = deepspeed.initialize(model=model, config=self.config)
+
+    def fp16(self):
+        self.config["fp16"] = {{"enabled": True, "hysteresis": {hysteresis}}}
+
+    def bf16(self):
+        self.config["bf16"] = {{"enabled": True}}
+
+    def zero(self):
+        self.config["zero_optimization"] = {{"stage": 3, "reduce_bucket_size": {size}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "size", "expected"),
+    [(0, 1000, {"HS213"}), (2, '"auto"', {"HS259"}), (2, 1000, set())],
+)
+def test_keys_that_other_methods_set_are_each_checked(hysteresis, size, expected):
+    """Each method adds to the dictionary, and which of them run together is unknown: fp16 and bf16 do not conflict."""
+    assert codes(METHODS.format(hysteresis=hysteresis, size=size)) == expected

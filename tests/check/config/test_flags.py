@@ -5,7 +5,11 @@ import ast
 import pytest
 
 from halfstep.check.config.flags import by_default, flag_facts, offered, on_by_itself
+from halfstep.check.files.document import read_document
+from halfstep.check.runner import check_document
 from halfstep.check.script.syntax.names import read_names
+from halfstep.check.select import Selection
+from halfstep.check.settings import Settings
 
 FACTS = {offered("fp16"), on_by_itself("bf16")}
 
@@ -101,3 +105,34 @@ def test_an_option_that_is_on_by_default_stays_on(bf16):
 def test_an_option_that_something_switches_off_does_not(bf16, after):
     """An option that is off by default, that the script changes, or whose clash it reports, proves nothing."""
     assert facts("args.fp16", "args.bf16", FP16 + bf16 + PARSED + after) == frozenset()
+
+
+OPTIONS = """\
+import argparse
+from transformers import TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--bf16", action="store_true")
+args = parser.parse_args()
+options = dict(output_dir="out", fp16={fp16})
+if args.bf16:
+    {body}
+TrainingArguments(**options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fp16", "body", "expected"),
+    [
+        ("not args.cpu", "options['bf16'] = True", True),
+        ("not args.cpu", "options.update(bf16=True)", True),
+        ("not args.cpu", "options['bf16'] = True\n    options['fp16'] = False", False),
+        ("not args.bf16", "options['bf16'] = True", False),
+        ("args.fp16", "options['bf16'] = True", False),
+    ],
+)
+def test_a_flag_that_a_branch_adds(fp16, body, expected):
+    """The other flag of the dictionary is on unless the user asks for a CPU, which is another option."""
+    document = read_document("train.py", OPTIONS.format(fp16=fp16, body=body).encode(), "python")
+    codes = {finding.code for finding in check_document(document, Settings(), Selection())}
+    assert ("HS271" in codes) == expected

@@ -286,3 +286,49 @@ def test_a_branch_that_knows_the_format_creates_the_configuration():
     )
     assert findings(text.format(other="else:\n"), "HS268") == []
     assert [f.line for f in findings(text.format(other="if quantize:\n"), "HS268")] == [6]
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "expected"),
+    [
+        (
+            "class F:\n    def __init__(self):\n        self.name = 'bf16' if new else 'float16'\nf = F()\n",
+            "f.name",
+            True,
+        ),
+        ("class F:\n    @property\n    def name(self):\n        return 'bf16'\n", "F().name", True),
+        ("class F:\n    @property\n    def name(self):\n        return 'bf16'\nf = F()\n", "f.name", True),
+        ("NAMES = {'brain': 'bf16', 'half': 'float16'}\n", "NAMES[kind]", True),
+        ("def name_of(kind):\n    return 'fp16' if kind else 'float32'\n", "name_of(kind)", True),
+        ("if a.dtype in ('auto', None):\n    d = a.dtype\nelse:\n    d = getattr(torch, a.dtype)\n", "d", True),
+        ("d = a.dtype\nif d == 'bf16':\n    d = torch.bfloat16\n", "d", False),
+        ("d = 'bf16'\nd = {'bf16': torch.bfloat16}[d]\n", "d", False),
+        ("d = torch.float16 if a.dtype == 'auto' else a.dtype\n", "d", False),
+        (
+            "class A:\n    dtype: str = field(default='float16', metadata={'choices': ['auto', 'float16']})\n",
+            "a.dtype",
+            True,
+        ),
+    ],
+)
+def test_a_name_that_some_run_has(before, name, expected):
+    """A string of an attribute, a property, a table or a function; not one that is replaced, or that a test excludes."""
+    assert bool(findings(HEAD + before + BNB.format(name), "HS267")) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "compute", "expected"),
+    [
+        ("dtype = torch.bfloat16 if bf16 else torch.float32", "torch.float16", True),
+        ("if bf16:\n        dtype = torch.bfloat16\n    else:\n        dtype = torch.float16", "'float16'", True),
+        ("dtype = torch.bfloat16 if bf16 else torch.float16", "dtype", False),
+        ("dtype = torch.bfloat16 if bf16 else torch.float16", "torch.bfloat16", False),
+        ("dtype = torch.float16", "torch.float16", False),
+    ],
+)
+def test_weights_in_bf16_by_a_flag(chosen, compute, expected):
+    """Where a flag loads the model in bfloat16, 4-bit layers that always compute in float16 differ from it."""
+    body = f"def load(bf16=False):\n    {chosen}\n    {BNB.format(compute)}    return " + LOAD[8:].format(
+        "torch_dtype=dtype, quantization_config=quantized"
+    )
+    assert bool(findings(HEAD + body + "Trainer(model=load(args.bf16), args=args).train()\n", "HS268")) == expected

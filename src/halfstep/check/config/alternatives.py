@@ -31,11 +31,19 @@ class Alternatives:
         self.options: dict[str, list[ast.expr]] = {}  # of an argparse or click parser: name -> default
         self.choices: dict[str, list[ast.expr]] = {}  # of a parser: name -> the values that it accepts
         self.fields: dict[str, list[ast.expr]] = {}  # of a class: name -> default
+        self.members: dict[str, dict[str, ast.Constant]] = {}  # of an enum of strings: its values by their names
+        self.annotations: dict[
+            str, set[str]
+        ] = {}  # of a variable, a parameter or a field: the classes by its last name
         self._asked: set[ast.expr] = set()  # values that `_is_known` is looking at
         for node in nodes:
             self._read(node)
 
     def _read(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.AnnAssign, ast.arg)) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else "".join(chain(node.target)[-1:])
+            written = node.annotation.value if isinstance(node.annotation, ast.Constant) else key_of(node.annotation)
+            self.annotations.setdefault(name, set()).add(str(written))
         if isinstance(node, ast.Assign):
             for bound in node.targets:
                 self._bind(bound, node.value)
@@ -48,6 +56,8 @@ class Alternatives:
         elif isinstance(node, (ast.AugAssign, ast.For)):
             self._bind(node.target, None)
         elif isinstance(node, ast.ClassDef):
+            if any(chain(base)[-1:] in {("Enum",), ("StrEnum",)} for base in node.bases):
+                self.members[node.name] = _members(node)
             for statement in node.body:
                 target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
                 if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -155,6 +165,8 @@ class Alternatives:
         elif isinstance(node, ast.Call) and (default := _fallback(node)) is not None:
             for value in self.items.get(_item_of(node), ()) or (default,):
                 yield from self.of(value, depth + 1)
+        elif isinstance(node, ast.Attribute) and node.attr == "value" and (members := self._enum_of(node.value)):
+            yield from members
         elif isinstance(node, (ast.Name, ast.Attribute)):
             for value in self._bound(node):
                 yield from self.of(value, depth + 1)
@@ -164,6 +176,15 @@ class Alternatives:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             for value in self._returned(node.func.id):
                 yield from self.of(value, depth + 1)
+
+    def _enum_of(self, node: ast.expr) -> list[ast.Constant]:
+        """The values of the enum that an object is a member of, by its annotation or its creation; not of members that a test names."""
+        names = self.annotations.get("".join(chain(node)[-1:]), set())
+        created = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Subscript) else None
+        name = key_of(created) if created is not None else next(iter(names)) if len(names) == 1 else ""
+        tests = [part for n in self.nodes if isinstance(n, ast.Compare) for part in (n.left, *n.comparators)]
+        tested = {key_of(part) for test in tests for part in ast.walk(test)} if name in self.members else set()
+        return [value for key, value in self.members.get(name, {}).items() if f"{name}.{key}" not in tested]
 
     def _entries_of(self, node: ast.Subscript) -> list[ast.expr]:
         """The entries of a table of the script, `TABLE[mode]`, of which any may be chosen: all have a string as their value."""
@@ -286,3 +307,13 @@ def _field_default(value: ast.expr) -> ast.expr:
         default = next((k.value for k in value.keywords if k.arg == "default"), None)
         return default or (value.args[0] if value.args else value)
     return value
+
+
+def _members(node: ast.ClassDef) -> dict[str, ast.Constant]:
+    """The strings of an enum by their names."""
+    parts = [n for n in node.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
+    return {
+        n.targets[0].id: n.value
+        for n in parts
+        if isinstance(n.targets[0], ast.Name) and isinstance(n.value, ast.Constant) and isinstance(n.value.value, str)
+    }

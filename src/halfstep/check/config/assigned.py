@@ -39,6 +39,7 @@ class Assignments:
         self.groups: dict[str, list[_Group]] = {}
         functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
+        self.classes = [(n.lineno, n.end_lineno or 0) for n in nodes if isinstance(n, ast.ClassDef)]
         tops: dict[int, int] = {}
         for node in nodes:
             for key in ("body", "orelse", "finalbody"):
@@ -103,7 +104,7 @@ class Assignments:
         for branch in branches[:_MAX_BRANCHES]:
             left = list(paths)
             for other in branches:
-                if other is not branch and other.chain == branch.chain:
+                if other is not branch and branch.chain and other.chain == branch.chain:
                     _remove(left, other.assigns)
             yield self._build(root, (*always, *branch.assigns), left)
 
@@ -118,7 +119,7 @@ class Assignments:
         return frozenset(node for statement, key in merges if _reads(statement, key) for node in ast.walk(statement))
 
     def _groups_after(self, name: str, binding: ast.AST) -> tuple[tuple[ast.Assign, ...], list[_Group]]:
-        """The assignments next to the dictionary, and those of each branch of an `if` in the same function."""
+        """The assignments next to the dictionary, and those of each branch of an `if` in the same function, or of other methods."""
         line = getattr(binding, "lineno", 1)
         around = [lines for lines in self.functions if lines[0] <= line <= lines[1]]
         first, last = around[-1] if around else (1, 1 << 30)
@@ -130,7 +131,23 @@ class Assignments:
                 always = assigns
             elif assigns and group.chain and first <= assigns[0].lineno:
                 branches.append(replace(group, assigns=assigns))
+            elif name.startswith("self.") and self._is_other_method(group.assigns[0].lineno, line, first):
+                branches.append(group)  # another method sets more keys, here or in a branch of its own
         return always, branches
+
+    def written(self, call: ast.Call, entries: Sequence[Entry], name: str, source: ast.expr) -> ast.Call:
+        """A call with the values of `**options` as its own arguments: those of the dictionary and those assigned later."""
+        made = [a.value for group in self.groups.get(name, ()) for a in group.assigns]
+        parts = source.values if isinstance(source, ast.Dict) else [k.value for k in getattr(source, "keywords", ())]
+        values = {self.literals.span(value): value for value in (*parts, *made)}
+        keywords = [ast.keyword(e.key, values[e.value.span]) for e in entries if e.value.span in values]
+        return ast.copy_location(ast.Call(call.func, [], keywords), call)
+
+    def _is_other_method(self, line: int, binding: int, first: int) -> bool:
+        """Whether a line is in another method of the class in which line `binding` is, in the method that starts at `first`."""
+        owner = next((lines for lines in reversed(self.classes) if lines[0] <= binding <= lines[1]), None)
+        method = next((lines for lines in reversed(self.functions) if lines[0] <= line <= lines[1]), None)
+        return owner is not None and method is not None and owner[0] < method[0] <= owner[1] and method[0] != first
 
     def _build(self, root: Block, assigns: Sequence[ast.Assign], paths: Sequence[Path]) -> Block:
         """The dictionary with these assignments made, in their order, and every other changed key unknown."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from halfstep.check.regex import regex
 from halfstep.check.script.syntax.names import Names, chain, key_of
 
-__all__ = ["PAIRS", "by_default", "flag_facts", "offered", "on_by_itself"]
+__all__ = ["PAIRS", "assigned_facts", "by_default", "flag_facts", "offered", "on_by_itself"]
 
 PAIRS = (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval"))
 _ASKS = frozenset({"is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available"})
@@ -46,7 +46,9 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
         if not all(key in passed for key in pair) or all(isinstance(passed[key], ast.Constant) for key in pair):
             continue
         flags = _Flags(call, nodes, names)
-        if all(flags.is_on(passed[key]) for key in pair) and not any(
+        # A literal is on where a branch has set it: `options["bf16"] = True`.
+        is_set = any(isinstance(passed[key], ast.Constant) for key in pair)
+        if all(flags.is_on(passed[key]) or (is_set and flags.is_default(passed[key])) for key in pair) and not any(
             flags.relates(passed[key], other) for key, other in (pair, pair[::-1])
         ):
             facts |= {on_by_itself(key) for key in pair}
@@ -57,6 +59,12 @@ def flag_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozen
                 related = any(flags.relates(passed[key], other) for key, other in ((first, second), (second, first)))
                 facts |= {offered(first), on_by_itself(second), by_default(second)} if not related else set()
     return frozenset(facts)
+
+
+def assigned_facts(call: ast.Call, nodes: Sequence[ast.AST], names: Names) -> frozenset[str]:
+    """The facts about flags that a branch assigns: `options["bf16"] = True` is on in that branch only, whatever else is offered."""
+    offers = {offered(key) for pair in PAIRS for key in pair}
+    return flag_facts(call, nodes, names) - offers
 
 
 class _Flags:
@@ -148,12 +156,18 @@ class _Flags:
     def is_default(self, value: ast.expr) -> bool:
         """Whether an expression is an option of the command line that is true unless the user switches it off, and nothing changes it."""
         value = _unwrapped(value)
+        is_inverted = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)  # `fp16=not args.cpu`
+        value = value.operand if isinstance(value, ast.UnaryOp) and is_inverted else value
         name, owner = _read(value)
         if not isinstance(value, ast.Attribute) or owner is None or not self._is_filled_elsewhere(owner):
             return False
         parsed = [v for _, v in self.bound.get(key_of(owner), ()) if isinstance(v, ast.Call)]
         is_changed = any(_read(target)[0] == name for target in self.targets)
-        return bool(parsed or self._is_parameter(owner)) and not is_changed and defaults_of(self.calls, name) == {True}
+        return (
+            bool(parsed or self._is_parameter(owner))
+            and not is_changed
+            and defaults_of(self.calls, name) == {not is_inverted}
+        )
 
     def _is_fallback(self, node: ast.stmt, key: str, *, alone: bool = False) -> bool:
         """Whether a setting is assigned where the user did not set it: below `if config.bf16 is None`, and nothing else if `alone`."""

@@ -18,7 +18,7 @@ from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.classes import class_configs
 from halfstep.check.config.config import Config
 from halfstep.check.config.fitting import facts_around
-from halfstep.check.config.flags import flag_facts
+from halfstep.check.config.flags import assigned_facts, flag_facts
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import copied_name, literals_of, subscript
 from halfstep.check.config.placement import is_for_deepspeed, uses_of_dictionaries
@@ -220,7 +220,9 @@ class _Finder:
             for changed in self._versions(root, name, source):
                 entries = (*own.entries, *changed.entries)
                 block = replace(own, entries=entries, open=changed.open)
-                yield replace(self._config("transformers", block, origin), assembled=True)
+                written = self.assignments.written(call, entries, name, source)
+                facts = self.script | assigned_facts(written, self.nodes, self.names)
+                yield replace(self._config("transformers", block, origin), assembled=True, script=facts)
 
     def _removed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
         """The arguments that Lightning 2 removed, where the script sets them in `options` of `Trainer(**options)`."""

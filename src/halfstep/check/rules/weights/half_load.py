@@ -44,6 +44,7 @@ SFTTrainer(model=model, args=SFTConfig("out", fp16={fp16}), train_dataset=data).
 """
 # Models that Unsloth trains in float32 whatever the arguments say.
 _FORCED = regex(r"gemma-?3|gpt[-_]oss|qwen-?3[._]5", re.IGNORECASE)
+_CPU = regex(r"(^|[._])(no_cuda|no_gpu|(use_|on_|force_)?cpu)$")  # `fp16=not args.cpu` is set in every run on a GPU
 _ON_GPU = (Guard("torch.cuda.is_available()", True),)
 
 
@@ -67,6 +68,7 @@ class HalfLoadWithFp16Training(ScriptRule):
         ),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=torch.cuda.is_available()"),
         TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.bfloat16", flags=", fp16=True"),
+        TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=not args.use_cpu"),
         TRAINER.format(name="facebook/opt-1.3b", dtype="", flags=", fp16=args.fp16"),
         _UNSLOTH.format(dtype="None", fp16="True"),
     )
@@ -160,7 +162,7 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast)
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
-    if is_true and _is_set_on_gpu(value):
+    if (is_true and _is_set_on_gpu(value)) or (not is_true and _CPU.search(text_of(value))):
         way = next((way for way in float16_ways(outline, tie.cast) if possible(way, _ON_GPU)), None)
         if way is not None:
             return condition_text((*conditions_of(outline, tie.cast.node), *way))

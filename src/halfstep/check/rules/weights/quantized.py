@@ -1,4 +1,4 @@
-"""HS267, HS268, HS289: dtypes of quantized models that do not exist or differ from training, and settings and configurations without effect."""
+"""HS268, HS289: 4-bit layers that compute in another format than the run trains in, and quantization without effect."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training, is_in_own_run
-from halfstep.check.script.objects.choices import strings_of
 from halfstep.check.script.objects.command_line import Options, stays_here
+from halfstep.check.script.objects.expressions import arms_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.quantized_loads import is_of_untrained
@@ -22,7 +22,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.unread import reads_by_name
 
-__all__ = ["RULES", "quantizations"]
+__all__ = ["RULES", "is_of", "quantizations"]
 
 _BNB = "https://huggingface.co/docs/transformers/quantization/bitsandbytes"
 _LOADED = """\
@@ -32,15 +32,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
 model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
 args = TrainingArguments("out", bf16=True)
-"""
-_OPTION = """\
-import argparse
-import torch
-parser = argparse.ArgumentParser()
-parser.add_argument("--dtype", choices=[{choices}])
-args = parser.parse_args()
-with torch.autocast("cuda", dtype=getattr(torch, args.dtype)):
-    y = model(x)
 """
 _METHOD = """\
 import argparse
@@ -63,24 +54,13 @@ _KNOWN = tuple(f"bnb_4bit_{n}" for n in ("compute_dtype", "quant_type", "use_dou
     f"llm_int8_{n}" for n in ("threshold", "skip_modules", "enable_fp32_cpu_offload", "has_fp16_weight")
 )
 _SETTING = regex(r"(bnb_|llm_int8_)\w+")
-# Names that people write for torch's dtypes and that torch does not have as attributes.
-_NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
-_RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
+_BF16_FLAG = regex(r"([\w.]+\.)?(use_)?bf16")
 _OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
 
-def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
+def is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
+    """Whether a call is of one of these packages."""
     return script.outline.names.full(call.func).split(".")[0] in packages
-
-
-def _typed_calls(script: Script) -> Iterator[tuple[ast.Call, Function, tuple[str, ...]]]:
-    """The calls that look a dtype up by its name, each with the arguments that name one."""
-    for call, function in quantizations(script):
-        yield call, function, ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
-    for last in ("from_pretrained", "from_config", "pipeline"):
-        for call, function in script.outline.calls.get(last, ()):
-            if _is_of(script, call, _LOADERS):
-                yield call, function, ("torch_dtype", "dtype")
 
 
 def quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
@@ -88,72 +68,6 @@ def quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
     for full, sites in script.outline.library_calls.items():
         if full.endswith(".BitsAndBytesConfig") and full.split(".")[0] in _PACKAGES:
             yield from ((site.call, site.function) for site in sites)
-
-
-class UnknownDtypeName(ScriptRule):
-    """A dtype is named by a string that torch does not have."""
-
-    code = "HS267"
-    name = "unknown-dtype-name"
-    severity = "error"
-    reason = (
-        "Transformers looks a string up as an attribute of torch: 'bfloat16' is torch.bfloat16. 'torch.bfloat16', 'bf16' and 'fp16' are "
-        "no attributes of torch: `BitsAndBytesConfig` raises AttributeError and `from_pretrained` ValueError before the model is loaded."
-    )
-    bad = (
-        _LOADED.format(dtype='"torch.bfloat16"'),
-        "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(name, torch_dtype='bf16')\n",
-        _OPTION.format(choices='"fp16", "bf16"'),
-    )
-    good = (
-        _LOADED.format(dtype='"bfloat16"'),
-        _OPTION.format(choices='"float16", "bfloat16"'),
-        "from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained(name, torch_dtype='auto')\n",
-        "from mine import Net\n\nmodel = Net.from_pretrained(name, torch_dtype='bf16')\n",
-    )
-    references = (_BNB, "measured: source code of transformers 5, quantization_config.py and modeling_utils.py")
-    words = ("bnb_4bit_compute_dtype", "dtype='bf16'", 'dtype="bf16"', "dtype='fp16'", 'dtype="fp16"')
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """String literals in the two calls, also by a variable that has one value."""
-        for call, function, names in _typed_calls(script):
-            for name in names:
-                value = _text(script, keyword_of(script.outline, call, function, name), function)
-                if value is not None and (value.startswith("torch.") or value.casefold() in _NOT_TORCH):
-                    yield self._report(script, call, name, value)
-        for call, function in script.outline.calls.get("getattr", ()):
-            if len(call.args) == 2 and script.outline.names.full(call.args[0]) == "torch":
-                yield from self._looked_up(script, call, function)
-
-    def _looked_up(self, script: Script, call: ast.Call, function: Function) -> Iterator[Finding]:
-        """`getattr(torch, name)` of a name that torch does not have, by a literal, a default or the choices of an option."""
-        name = call.args[1]
-        unknown = sorted(s for s in strings_of(script.outline, name, function) if s.casefold() in _NOT_TORCH)
-        if unknown:
-            when = f"when `{text_of(name)}` is {unknown[0]!r}, " if constant(name) is ... else ""
-            yield self.finding(
-                script.where(call),
-                f"{when}torch has no attribute {unknown[0]!r}: `getattr` raises AttributeError",
-                instead=f"{_RIGHT.get(unknown[0].casefold(), 'float16')!r}, or a dictionary of dtypes by name",
-            )
-
-    def _report(self, script: Script, call: ast.Call, name: str, value: str) -> Finding:
-        node = next((k.value for k in call.keywords if k.arg == name), call)
-        right = value.removeprefix("torch.")
-        right = _RIGHT.get(right.casefold(), "float16" if right.casefold() in _NOT_TORCH else right)
-        error = "ValueError" if name != "bnb_4bit_compute_dtype" else "AttributeError"
-        return self.finding(
-            script.where(node),
-            f"torch has no attribute {value!r}: `{name}` raises {error}",
-            instead=f"{right!r}, or torch.{right} without quotes",
-        )
-
-
-def _text(script: Script, node: ast.expr | None, function: Function) -> str | None:
-    """The string that an argument is; None if it is not one."""
-    options = script.outline.values(key_of(node), function) if node is not None and key_of(node) else []
-    value = constant(options[0] if len(options) == 1 else node) if node is not None else None
-    return value if isinstance(value, str) else None
 
 
 class ComputeDtypeMismatch(ScriptRule):
@@ -188,7 +102,7 @@ class ComputeDtypeMismatch(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """A compute dtype that is certainly float16, next to a bf16 that is on, or that an option turns on."""
         state, bf16 = bf16_run(script)
-        bf16 = bf16 or bf16_weights(script)
+        bf16 = bf16 or bf16_weights(script) or _chosen_bf16(script)
         fp16 = None if bf16 else fp16_training(script)
         if fp16 is not None:
             for call, function in quantizations(script):
@@ -214,6 +128,21 @@ class ComputeDtypeMismatch(ScriptRule):
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
                     instead="bnb_4bit_compute_dtype=torch.bfloat16",
                 )
+
+
+def _chosen_bf16(script: Script) -> str:
+    """The quantized model that a script trains, loaded in bfloat16 where a flag asks for it; "" if there is none."""
+    outline = script.outline
+    for call, function in outline.calls.get("from_pretrained", ()) if "train" in outline.calls else ():
+        node = keyword_of(outline, call, function, "torch_dtype", "dtype")
+        if node is None or keyword_of(outline, call, function, "quantization_config") is None:
+            continue
+        values = outline.values(key_of(node), function) if key_of(node) else [node]
+        for arm in (arm for value in values for arm in arms_of(value)):
+            asked = [text for text, is_true in conditions_of(outline, arm) if is_true and _BF16_FLAG.fullmatch(text)]
+            if asked and formats_of(outline, arm, function) == {"bfloat16"}:
+                return f"line {arm.lineno} loads the model in bfloat16 with `{asked[0]}`"
+    return ""
 
 
 def _may_follow(script: Script, call: ast.Call, value: ast.expr, function: Function) -> bool:
@@ -264,7 +193,7 @@ class QuantizationNotPassed(ScriptRule):
         loads = [
             site
             for site in outline.calls.get("from_pretrained", ())
-            if _is_of(script, site.call, _LOADERS | {"unsloth"})
+            if is_of(script, site.call, _LOADERS | {"unsloth"})
         ]
         loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
         hidden = reads_by_name(outline)
@@ -395,4 +324,4 @@ def _is_dictionary(value: ast.expr) -> bool:
     return isinstance(value, ast.Dict) or (isinstance(value, ast.Call) and key_of(value.func) == "dict")
 
 
-RULES: tuple[type[Rule], ...] = (UnknownDtypeName, ComputeDtypeMismatch, QuantizationNotPassed)
+RULES: tuple[type[Rule], ...] = (ComputeDtypeMismatch, QuantizationNotPassed)

@@ -23,7 +23,7 @@ from halfstep.check.script.objects.expressions import (
     spared_branches,
 )  # fmt: skip
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, passed_for
-from halfstep.check.script.objects.loading import unsloth_adapters
+from halfstep.check.script.objects.loading import loads_with_unsloth, loads_without_unsloth, unsloth_adapters
 from halfstep.check.script.objects.parameters import is_model_name
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, cast_formats
@@ -116,11 +116,11 @@ def adapter_use(outline: Outline) -> str:
     mentions = [name for name in (*outline.loads, *table.values(), *table) if _is_adapter(name)]
     if not mentions:
         return "no"
-    if outline.names.uses("unsloth"):
+    if outline.names.uses("unsloth") and not loads_without_unsloth(outline):
         return unsloth_adapters(outline)
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     every = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    others = (_is_merged, _runs_script, makes_configuration)
+    others = (_is_merged, _runs_script, makes_configuration, loads_with_unsloth)
     sites = [site for site in every if not any(is_other(outline, *site) for is_other in others)]
     guards = [conditions_of(outline, call) for call, _ in sites]
     models = frozenset(target for call, _ in sites for target in _targets(outline, call))
@@ -162,7 +162,7 @@ def _configured(outline: Outline) -> Iterator[tuple[ast.Call, Function, ast.expr
 
 def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call) -> bool:
     """Whether every adapter and quantization of a file is certainly that of another model than this one."""
-    if outline.names.uses("unsloth"):
+    if outline.names.uses("unsloth") and not loads_without_unsloth(outline):
         return False
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
     for call, function in sites:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import constant, text_of
+from halfstep.check.script.objects.formats import entries_named
 from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -316,6 +317,10 @@ def is_below_calls(outline: Outline, node: ast.AST, scope: Function, callee: Fun
 def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
     """Whether a value is None or False in some run: assigned so, by one arm of a ternary, or an option that may be off."""
     values = outline.values(key, function) if (key := key_of(value)) else [value]
+    parts = [v for v in (*values, value) if isinstance(v, ast.Subscript)]
+    entries = [entry for part in parts for entry in entries_named(outline, key_of(part), function)]
+    if any(may_be_none(outline, entry, scope) for entry, scope in entries if entry is not value):
+        return True
     arms = [arm for v in values for arm in arms_of(v)]
     return any(_may_be_off(arm) or _may_be_idle(arm) or _may_return_none(outline, arm, function) for arm in arms)
 

@@ -211,15 +211,36 @@ def restoring_loop(lineage: Lineage) -> tuple[ast.For, str] | None:
 
 
 def _freezes_named(loop: ast.For) -> bool:
-    """Whether a loop freezes only parameters with a certain name: `if "visual" in name: p.requires_grad = False`."""
-    only = loop.body[0] if len(loop.body) == 1 else None
-    if not isinstance(only, ast.If) or only.orelse or "requires_grad" not in ast.unparse(only.body[0]):
+    """Whether a loop freezes only parameters with certain names: `if "visual" in name: p.requires_grad = False`."""
+    ifs = [n for n in loop.body if isinstance(n, ast.If) and "requires_grad" in ast.unparse(n)]
+    others = " ".join(ast.unparse(n) for n in loop.body if n not in ifs)
+    if len(ifs) != 1 or "requires_grad = " in others or "requires_grad_(" in others:
         return False
-    tests = [n for n in ast.walk(only.test) if isinstance(n, ast.Compare)]
-    words = [constant(test.left) for test in tests]
-    is_part = bool(tests) and all(len(t.ops) == 1 and isinstance(t.ops[0], ast.In) for t in tests)
-    negated = any(isinstance(n, (ast.Not, ast.NotIn, ast.IfExp)) for n in ast.walk(only.test))
-    return is_part and not negated and not {"", "model", "weight", "layer", "layers"} & set(words)
+    body = " ".join(map(ast.unparse, ifs[0].body))
+    rest = " ".join(map(ast.unparse, ifs[0].orelse))
+    return "requires_grad" in body and not _FREEZES.search(rest) and _is_of_some_names(ifs[0].test)
+
+
+def _is_of_some_names(test: ast.expr) -> bool:
+    """Whether a condition is true only for parameters whose names contain or begin with certain words."""
+    if isinstance(test, ast.BoolOp):
+        return (any if isinstance(test.op, ast.And) else all)(map(_is_of_some_names, test.values))
+    words: list[ast.expr] = []
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.In):
+        words = [test.left]
+    elif isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr == "startswith":
+        words = test.args[:1]
+    elif isinstance(test, ast.Call) and key_of(test.func) == "any" and isinstance(test.args[0], ast.GeneratorExp):
+        every = test.args[0]
+        is_plain = len(every.generators) == 1 and key_of(every.generators[0].target) in ast.unparse(every.elt)
+        negated = any(isinstance(n, (ast.Not, ast.NotIn, ast.NotEq)) for n in ast.walk(every.elt))
+        words = [every.generators[0].iter] if is_plain and not negated else []
+    known = [
+        part for word in words for part in (word.elts if isinstance(word, (ast.Tuple, ast.List, ast.Set)) else [word])
+    ]
+    texts = [constant(word) for word in known]
+    every_text = bool(texts) and all(isinstance(text, str) for text in texts)
+    return every_text and not {"", "model", "weight", "layer", "layers"} & {str(text).strip(".") for text in texts}
 
 
 def lowered_parts(lineage: Lineage, casts: Iterable[VariableCast]) -> Iterator[Cast]:

@@ -25,6 +25,8 @@ __all__ = [
     "lasting_casts",
     "loading_options",
     "loads_bfloat16",
+    "loads_with_unsloth",
+    "loads_without_unsloth",
     "stored_float16",
     "stored_low",
     "unsloth_adapters",
@@ -81,6 +83,18 @@ def unsloth_adapters(outline: Outline) -> str:
     whole = [conditions_of(outline, call) for call in loads if _is_whole(call)]
     is_apart = any(not any(possible(own, guards) for guards in attached) for own in whole)
     return "optional" if is_apart else "yes"
+
+
+def loads_without_unsloth(outline: Outline) -> bool:
+    """Whether a file that can use Unsloth also loads language models with transformers, in a run without it."""
+    fulls = (outline.names.full(site.call.func) for site in outline.calls.get("from_pretrained", ()))
+    return any(full.startswith("transformers.") and "For" in full for full in fulls)
+
+
+def loads_with_unsloth(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a call runs a function of the file whose name shows only that it uses Unsloth; what it attaches is written in it."""
+    name = last_name_of(call.func)
+    return "unsloth" in name and "lora" not in name and outline.call_target(call, function) is not None
 
 
 def _is_whole(load: ast.Call) -> bool:
