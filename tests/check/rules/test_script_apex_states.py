@@ -91,3 +91,65 @@ def test_a_saved_state_of_apex_is_restored(text, expected):
 def test_apex_by_any_of_its_functions(text, count):
     """A file that calls a function of apex.amp needs it, also one that a star import of the project binds."""
     assert len(reported("import torch\n" + text, "HS191")) == count
+
+
+OPTION = "import argparse\nimport torch\nfrom apex import amp\nparser = argparse.ArgumentParser()\nparser.add_argument('--opt-level'{})\nargs = parser.parse_args()\n"
+CLIPPED = """\
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
+for x in loader:
+    with amp.scale_loss(model(x), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_({}, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WEIGHTS_OF_MODEL, MASTERS = "model.parameters()", "amp.master_params(optimizer)"
+
+
+@pytest.mark.parametrize(
+    ("option", "clipped", "expected"),
+    [
+        (", type=str", WEIGHTS_OF_MODEL, ["warning"]),
+        (", default='O2'", WEIGHTS_OF_MODEL, ["warning"]),
+        (", default='O1', choices=['O0', 'O1', 'O2']", WEIGHTS_OF_MODEL, ["warning"]),
+        (", default='O1', help='one of O0, O1, O2, O3'", WEIGHTS_OF_MODEL, ["warning"]),
+        (", default='O1'", WEIGHTS_OF_MODEL, []),
+        (", default='O1', choices=['O0', 'O1']", WEIGHTS_OF_MODEL, []),
+        (", type=str", MASTERS, []),
+        (", type=str", "head.parameters()", []),
+    ],
+)
+def test_an_option_that_offers_the_level_with_master_weights(option, clipped, expected):
+    """With O2 as a choice of the command line, a clip of the model's parameters changes nothing in some runs."""
+    text = OPTION.format(option) + CLIPPED.format(clipped)
+    assert reported(text, "HS197") == [("HS197", severity) for severity in expected]
+
+
+BRANCHES = """\
+import torch
+from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+for x in loader:
+    loss = model(x)
+    if args.amp:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+    {clip}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("clip", "count"),
+    [
+        ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", 1),
+        ("if not args.amp:\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", 0),
+        ("torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)", 0),
+    ],
+)
+def test_a_clip_after_either_of_two_backwards(clip, count):
+    """The clip comes after the scaled backward in one run and after a plain one in another."""
+    assert len(reported(BRANCHES.format(clip=clip), "HS197")) == count
