@@ -89,11 +89,11 @@ class ScalerNotRestored(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved scaler states in scripts that restore only the optimizer."""
-        if (saved := unrestored_apex(script)) is not None:
+        if (unrestored := unrestored_apex(script)) is not None:
             is_resumed = script.has("load_optimizer")
             restored = "the optimizer state is" if is_resumed else "other states are"
             yield self.finding(
-                script.where(saved),
+                script.where(unrestored),
                 f"the state of apex.amp is saved, but only {restored} restored: a resumed run restarts at a scale of 65536",
                 instead="call amp.load_state_dict(...) after amp.initialize",
                 severity="warning" if is_resumed else "advice",
