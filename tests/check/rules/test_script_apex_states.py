@@ -49,6 +49,8 @@ def reported(text, *codes):
         (script(f"{LOAD}\n{RESTORE}", f"state = dict(optimizer=optimizer.state_dict())\n    state['amp'] = amp.state_dict()\n    torch.save(state, path)\n    {SAVE}"), []),
         (script(f"{LOAD}\n{RESTORE}", f"state = {{'optimizer': optimizer.state_dict()}}\n    state['amp'] = amp.state_dict()\n    torch.save(state, path)\n    {BOTH}"), []),
         (script(f"{LOAD}\n{RESTORE}", BOTH), []),
+        (script(f"{LOAD}\n{RESTORE}", f"if args.apex:\n        {BOTH}\n    else:\n        {SAVE}"), []),
+        (script(f"{LOAD}\n{RESTORE}", f"if not args.apex:\n        {SAVE}\n    else:\n        {BOTH}"), []),
         (script(LOAD, SAVE, apex="from project.models import *\n"), ["warning"]),
     ],
 )  # fmt: skip

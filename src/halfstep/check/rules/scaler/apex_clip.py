@@ -108,6 +108,7 @@ def _last_backward(trace: Trace, index: int) -> int | None:
 
 
 def _initializes(script: Script) -> list[ast.Call]:
+    """The calls of amp.initialize."""
     return [site.call for site in script.outline.library_calls.get("apex.amp.initialize", ())]
 
 

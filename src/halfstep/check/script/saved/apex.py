@@ -8,6 +8,7 @@ import re
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.command_line import Options
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.saving import entry_of, saves
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.saved.incomplete import checkpoint_of, is_saved_as_it_is
@@ -27,7 +28,8 @@ def checkpoints_without_apex(script: Script) -> list[Event]:
         return []
     # A function of another file that gets the optimizer may save Apex's state, which is global, by itself.
     saved = {e.node: e for e in script.events("save_optimizer") if _writes_state(e.node)}
-    events = [e for e in saved.values() if entry_of(script.outline, e.node) is not None]
+    entries = (e for e in saved.values() if entry_of(script.outline, e.node) is not None)
+    events = [e for e in entries if not _is_without_apex(script, e)]
     if "apex.amp.state_dict" not in calls:
         return [] if _names_state(script) or _is_passed_on(script) else events
     if "apex.amp.load_state_dict" not in calls:
@@ -43,6 +45,14 @@ def checkpoints_without_apex(script: Script) -> list[Event]:
         and not _has_state(checkpoint)
         and is_saved_as_it_is(script, checkpoint, event)
     ]
+
+
+def _is_without_apex(script: Script, event: Event) -> bool:
+    """Whether a checkpoint is written only where a condition of the calls of Apex does not hold: `if args.apex: ... else:`."""
+    sites = [s for full, calls in script.outline.library_calls.items() if full.startswith("apex.amp.") for s in calls]
+    needed = {guard for site in sites for guard in conditions_of(script.outline, site.call)}
+    own = (*event.guards, *conditions_of(script.outline, event.node))
+    return any(guard.opposite in needed for guard in own)
 
 
 def unrestored_apex(script: Script) -> ast.Call | None:
@@ -106,5 +116,6 @@ def _is_passed_on(script: Script) -> bool:
 
 
 def _writes_state(node: ast.AST) -> bool:
+    """Whether a call reads a state, or saves an object itself."""
     text = text_of(node)
     return "state_dict" in text or text.startswith("torch.save(")
