@@ -24,6 +24,7 @@ from halfstep.check.script.objects.engines import (
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.prepared import prepared_for
+from halfstep.check.script.scaling.trainer_loops import clips_after_steps
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -147,6 +148,14 @@ class ClipBehindFramework(TraceRule):
         """Every event of the traces, and torch's clipping in the hook that Lightning runs before it unscales."""
         yield from super().check(script)
         yield from self._by_plugin(script)
+        for call, trainer in clips_after_steps(script):
+            state = "" if trainer.precision == "fp16" else "in fp16 "
+            yield self.finding(
+                script.where(call),
+                f"{state}these gradients are still multiplied by the Trainer's loss scale; torch's `{last_name(text_of(call.func))}` clips them as they are",
+                instead="self.accelerator.clip_grad_norm_(...)",
+                severity="error" if trainer.precision == "fp16" else None,
+            )
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for call, function in script.outline.calls.get(name, ()):
                 if function.name != "on_after_backward" or not function.cls:

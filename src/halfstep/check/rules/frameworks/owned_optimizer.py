@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
@@ -22,6 +23,7 @@ from halfstep.check.script.objects.owners import created_here, list_of, members_
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.scaling.lightning_optimizers import wrapping_of
 from halfstep.check.script.scaling.prepared import prepared_for, prepared_in, stays_in
+from halfstep.check.script.scaling.trainer_loops import steps_of_own_loops
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.scope import Binding
@@ -100,6 +102,18 @@ class OptimizerNotPrepared(TraceRule):
     references = ("https://huggingface.co/docs/accelerate/basic_tutorials/migration",)
     words = ("Accelerator", "Fabric(", "automatic_optimization")
     kinds = ("opt_step",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Every event of the traces, and steps in a Trainer's own loop."""
+        yield from super().check(script)
+        for call, trainer in steps_of_own_loops(script):
+            state = "" if trainer.precision == "fp16" else "in fp16 "
+            yield self.finding(
+                script.where(call),
+                f"this `_inner_training_loop` does not pass `self.optimizer` to `accelerator.prepare`: {state}it steps with gradients that are still scaled",
+                instead="self.optimizer = self.accelerator.prepare(self.optimizer) before the loop",
+                severity="error" if trainer.precision == "fp16" else None,
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step of an optimizer that this script creates and does not prepare."""

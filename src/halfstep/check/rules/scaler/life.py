@@ -11,8 +11,9 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.creation import created_later, created_under, flags_read_early, passed_at, tests_entry
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.objects.saving import adds_entries, entry_of, saves
+from halfstep.check.script.objects.saving import adds_entries, saves
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.saved.apex import checkpoints_without_apex
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -245,33 +246,17 @@ class ApexStateNotSaved(ScriptRule):
     references = ("https://nvidia.github.io/apex/amp.html#checkpointing",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Saved and restored optimizer states in scripts that use apex.amp and never call amp.state_dict."""
-        calls = script.outline.library_calls
-        levels = [k.value for c, _ in calls.get("apex.amp.initialize", ()) for k in c.keywords if k.arg == "opt_level"]
-        static = [k for c, _ in calls.get("apex.amp.initialize", ()) for k in c.keywords if k.arg == "loss_scale"]
-        if "apex.amp.scale_loss" not in calls or "apex.amp.state_dict" in calls:
-            return
-        # O0 and O3 do not scale dynamically, nor does a fixed loss scale.
-        if any(constant(v) in {"O0", "O3"} for v in levels) or any(constant(k.value) != "dynamic" for k in static):
-            return
-        named = [n for n in ast.walk(script.outline.module.node) if isinstance(n, ast.Constant) and n.value == "amp"]
-        # As the name of a backend, `backend == "amp"`, the string is not a key of a checkpoint.
-        is_key = any(not isinstance(script.outline.parents.get(n), ast.Compare | ast.IfExp) for n in named)
-        if is_key or not script.has("load_optimizer"):
-            return
-        # A function of another file that gets the optimizer may save apex's state, which is global, by itself.
-        saved = {e.node: e for e in script.events("save_optimizer") if _writes_state(e.node)}
-        for event in (e for e in saved.values() if entry_of(script.outline, e.node) is not None):
+        """Saved optimizer states without that of Apex: all where one is restored here, or else a single one as advice."""
+        is_resumed = script.has("load_optimizer")
+        events = checkpoints_without_apex(script)
+        for event in events if is_resumed else events[:1]:
+            run = "a resumed run" if is_resumed else "a run that resumes from it"
             yield self.finding(
                 script.where(event.node),
-                f"the checkpoint contains the state of `{event.optimizer}` but not of apex.amp: a resumed run restarts at a scale of 65536",
+                f"the checkpoint contains the state of `{event.optimizer}` but not of apex.amp: {run} restarts at a scale of 65536",
                 instead="save amp.state_dict() and call amp.load_state_dict(...) after amp.initialize",
+                severity="warning" if is_resumed else "advice",
             )
-
-
-def _writes_state(node: ast.AST) -> bool:
-    text = text_of(node)
-    return "state_dict" in text or text.startswith("torch.save(")
 
 
 RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved)

@@ -15,6 +15,7 @@ from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.saved.none_entries import tests_none_entry
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -187,7 +188,7 @@ def _is_scaler(guard: Guard, names: frozenset[str]) -> bool:
 def _is_bare(script: Script, event: Event, flag: Guard, absent: Absent) -> bool:
     """Whether an event also runs where the flag is off: no condition excludes it, or may do so under another name."""
     names = absent.names
-    others = [g for g in event.guards if g not in absent.flags]
+    others = [g for g in event.guards if g not in absent.flags and not tests_none_entry(script, event, g)]
     if flag in event.guards or not possible(event.guards, (flag.opposite,)):
         return False
     doubtful = [g for g in others if is_amp(g) or is_about(g, flag) or any(n in g.text for n in names)]

@@ -27,6 +27,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import entry_of, restored_copies, restored_counter, saves
 from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.saved.apex import unrestored_apex
 from halfstep.check.script.saved.attached import unrestored_attached
 from halfstep.check.script.saved.several import unrestored_scalers
 from halfstep.check.script.script import Script
@@ -88,6 +89,15 @@ class ScalerNotRestored(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved scaler states in scripts that restore only the optimizer."""
+        if (unrestored := unrestored_apex(script)) is not None:
+            is_resumed = script.has("load_optimizer")
+            restored = "the optimizer state is" if is_resumed else "other states are"
+            yield self.finding(
+                script.where(unrestored),
+                f"the state of apex.amp is saved, but only {restored} restored: a resumed run restarts at a scale of 65536",
+                instead="call amp.load_state_dict(...) after amp.initialize",
+                severity="warning" if is_resumed else "advice",
+            )
         for scaler, call in restored_copies(script.outline, script.scalers):
             if own := [s.key for s in used_scalers(script) if s.key]:
                 yield self.finding(

@@ -1,4 +1,4 @@
-"""HS184, HS191-HS194, HS197: Apex, its options and the order of its calls."""
+"""HS184, HS191-HS194: Apex, its options and the order of its calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier, exclusive, implied, later, only_settings
 from halfstep.check.script.flow.passing import is_left_behind
 from halfstep.check.script.flow.trace import Trace
@@ -16,12 +15,13 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
-__all__ = ["RULES"]
+__all__ = ["ADVANCED", "LOOP", "RULES", "SCALED", "is_apex", "level_of"]
 
 _APEX = "https://nvidia.github.io/apex/amp.html"
-_ADVANCED = "https://nvidia.github.io/apex/advanced.html"
+ADVANCED = "https://nvidia.github.io/apex/advanced.html"
+_CALLED = ("scale_loss", "master_params", "state_dict", "load_state_dict")  # by scripts that another file initializes
 _LEVEL = regex(r"^O[0-5]$")  # O4 and O5 are those of the ROCm build
-_LOOP = """\
+LOOP = """\
 import torch
 from apex import amp
 model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")
@@ -31,10 +31,9 @@ for x in loader:
 {backward}
     optimizer.step()
 """
-_SCALED = """\
+SCALED = """\
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         {loss}.backward()"""
-_CLIP = "torch.nn.utils.clip_grad_norm_({}, 1.0)"
 
 
 class ApexAmp(ScriptRule):
@@ -55,10 +54,10 @@ class ApexAmp(ScriptRule):
     references = ("https://github.com/NVIDIA/apex/issues/818", "https://github.com/NVIDIA/apex/pull/1896")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """The first amp.initialize of the script, or else the first scale_loss."""
+        """The first amp.initialize of the script, or else the first call of another function that training needs."""
         calls = script.outline.library_calls
         sites = [site.call for name in ("initialize", "init") for site in calls.get(f"apex.amp.{name}", ())]
-        others = [site.call for site in calls.get("apex.amp.scale_loss", ())]
+        others = [site.call for name in _CALLED for site in calls.get(f"apex.amp.{name}", ())]
         sites += [call for call in others if not _is_optional(script, call)]
         if sites:
             yield self.finding(
@@ -182,7 +181,7 @@ class ApexOptions(ScriptRule):
         """The calls of amp.initialize with a constant level."""
         for call, _ in script.outline.library_calls.get("apex.amp.initialize", ()):
             option = argument(call, 3, "opt_level")
-            level = _level(script, call)
+            level = level_of(script, call)
             if constant(argument(call, 2, "enabled")) is False:
                 continue
             if level and not _LEVEL.match(level):
@@ -224,11 +223,11 @@ class ApexUnscaledBackward(TraceRule):
         "float16 gradients underflow in O1, and in O2 the float32 master weights that the optimizer steps receive no gradients."
     )
     bad = (
-        _LOOP.format(level="O1", backward=_SCALED.format(loss="loss")),
-        _LOOP.format(level="O1", backward="    loss.backward()"),
+        LOOP.format(level="O1", backward=SCALED.format(loss="loss")),
+        LOOP.format(level="O1", backward="    loss.backward()"),
     )
-    good = tuple([_LOOP.format(level="O1", backward=_SCALED.format(loss="scaled_loss"))] * 2)
-    references = (_APEX, _ADVANCED)
+    good = tuple([LOOP.format(level="O1", backward=SCALED.format(loss="scaled_loss"))] * 2)
+    references = (_APEX, ADVANCED)
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -240,7 +239,7 @@ class ApexUnscaledBackward(TraceRule):
         if region is not None:
             block = region.node
             scaled = key_of(block.args[0]) if isinstance(block, ast.Call) and block.args else ""
-            if not _is_apex(script, block) or not scaled or scaled != event.local.subject:
+            if not is_apex(script, block) or not scaled or scaled != event.local.subject:
                 return None
             return self.finding(
                 script.where(event.node),
@@ -251,7 +250,7 @@ class ApexUnscaledBackward(TraceRule):
         if call is None:
             return None
         effects = {"O1": "small float16 gradients underflow", "O2": "the float32 master weights get no gradients"}
-        level = _level(script, call)
+        level = level_of(script, call)
         effect = "; ".join(f"with opt_level {key} {text}" for key, text in effects.items() if level in {key, ""})
         return self.finding(
             script.where(event.node),
@@ -269,12 +268,12 @@ class ApexUnscaledBackward(TraceRule):
         if before is None or step is None or not isinstance(call, ast.Call):
             return None
         # `scale_loss` in another branch (there also timm's ApexScaler), or in a function that no trace reaches, may be the one that runs.
-        is_optional = not implied(trace[before], event) or not _level(script, call)
+        is_optional = not implied(trace[before], event) or not level_of(script, call)
         is_elsewhere = "scale_loss" in script.outline.calls or exclusive(trace, event, "owned_step")
         if is_optional and (is_elsewhere or not only_settings(script, trace[before], event)):
             return None
         options = {k.arg for k in call.keywords}
-        if _level(script, call) in {"O0", "O3"} or options & {"enabled", "loss_scale", "num_losses", None}:
+        if level_of(script, call) in {"O0", "O3"} or options & {"enabled", "loss_scale", "num_losses", None}:
             return None
         if last_name(trace[step].optimizer) != last_name(key_of(argument(call, 1, "optimizers"))):
             return None
@@ -282,99 +281,12 @@ class ApexUnscaledBackward(TraceRule):
         return None if any(e.inside("scaled_loss") for e in trace if e.kind == "backward") else call
 
 
-class ApexScaledGradients(TraceRule):
-    """Gradients are clipped or used before Apex has unscaled them, or are not those that it unscales."""
-
-    code = "HS197"
-    name = "apex-scaled-gradients"
-    severity = "error"
-    reason = (
-        "Apex unscales the gradients when the `with amp.scale_loss(...)` block ends: a clip or a step inside it uses gradients that "
-        "are still multiplied by the scale, 65536 at first. With O2 it unscales into the gradients of the float32 master weights, "
-        "which the optimizer steps; to clip `model.parameters()` then changes nothing."
-    )
-    bad = (
-        _LOOP.format(
-            level="O1",
-            backward=_SCALED.format(loss="scaled_loss") + f"\n        {_CLIP.format('amp.master_params(optimizer)')}",
-        ),
-        _LOOP.format(
-            level="O2", backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('model.parameters()')}"
-        ),
-    )
-    good = (
-        _LOOP.format(
-            level="O1",
-            backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('amp.master_params(optimizer)')}",
-        ),
-        _LOOP.format(
-            level="O2",
-            backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('amp.master_params(optimizer)')}",
-        ),
-        _LOOP.format(
-            level="O1", backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('model.parameters()')}"
-        ),
-    )
-    references = (f"{_ADVANCED}#gradient-clipping",)
-    kinds = ("clip", "opt_step")
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A clip or step after a backward in the same scale_loss block, or a clip of model weights with O2."""
-        event = trace[index]
-        before = next(earlier(trace, index, "backward"), None)
-        region = trace[before].inside("scaled_loss") if before is not None else None
-        if before is None or region is None or not _is_apex(script, region.node) or self._is_unscaled(script):
-            return None
-        is_clip = event.kind == "clip"
-        what = f"`{text_of(event.node.func)}`" if isinstance(event.node, ast.Call) else "this call"
-        inside = event.inside("scaled_loss")
-        if inside is not None and inside.node is region.node:
-            verb = "clips" if is_clip else "uses"
-            return self.finding(
-                script.where(event.node),
-                f"{what} {verb} gradients that are still multiplied by Apex's loss scale; the block of line "
-                f"{script.where(region.node).line} unscales them when it ends",
-                instead=f"move {'the clip' if is_clip else 'the step'} after the `with` block",
-            )
-        if not is_clip or trace[before].loops != event.loops or not self._clips_weights(script, event):
-            return None
-        optimizer = argument(region.node, 1, "optimizers") if isinstance(region.node, ast.Call) else None
-        return self.finding(
-            script.where(event.node),
-            f"{what} clips the float16 gradients of the model; with opt_level O2 the optimizer steps float32 master weights",
-            instead=f"clip amp.master_params({text_of(optimizer) or 'optimizer'})",
-        )
-
-    @staticmethod
-    def _is_unscaled(script: Script) -> bool:
-        """Whether every amp.initialize sets a loss scale of 1, or a level that has none."""
-        calls = [site.call for site in script.outline.library_calls.get("apex.amp.initialize", ())]
-        scales = [argument(call, 8, "loss_scale") for call in calls]
-        return bool(calls) and all(
-            _level(script, call) in {"O0", "O3"} if scale is None else constant(scale) in {1, "1", "1.0"}
-            for call, scale in zip(calls, scales, strict=True)
-        )
-
-    @staticmethod
-    def _clips_weights(script: Script, event: Event) -> bool:
-        """Whether a clip is of `model.parameters()` of a model that amp.initialize was passed, always with O2."""
-        call = event.node
-        clipped = call.args[0] if isinstance(call, ast.Call) and call.args else None
-        func = clipped.func if isinstance(clipped, ast.Call) else None
-        if not isinstance(func, ast.Attribute) or func.attr != "parameters":
-            return False
-        calls = [site.call for site in script.outline.library_calls.get("apex.amp.initialize", ())]
-        models = {last_name(key_of(argument(c, 0, "models"))) for c in calls}
-        is_o2 = bool(calls) and all(_level(script, c) == "O2" for c in calls)
-        return is_o2 and last_name(key_of(func.value)) in models
-
-
-def _is_apex(script: Script, node: ast.AST) -> bool:
+def is_apex(script: Script, node: ast.AST) -> bool:
     """Whether a context is `amp.scale_loss` of Apex."""
     return isinstance(node, ast.Call) and script.outline.names.full(node.func) == "apex.amp.scale_loss"
 
 
-def _level(script: Script, call: ast.Call) -> str:
+def level_of(script: Script, call: ast.Call) -> str:
     """The opt_level of amp.initialize; "" if the script does not decide it. Apex's default is O1."""
     option = argument(call, 3, "opt_level")
     if option is None:
@@ -396,5 +308,4 @@ RULES: tuple[type[Rule], ...] = (
     ApexAfterParallel,
     ApexOptions,
     ApexUnscaledBackward,
-    ApexScaledGradients,
 )

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
@@ -15,8 +16,12 @@ from halfstep.check.script.objects.values import Scaler, argument, constant, mak
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function
+from halfstep.check.script.syntax.scaler_class import is_data_scaler
 
 __all__ = ["Absent", "absent_scalers", "is_always_none", "is_never_passed_none"]
+
+
+_CLASS = regex(r"^[A-Z]\w*Scaler(?![a-z])")
 
 
 class Absent(NamedTuple):
@@ -31,7 +36,7 @@ class Absent(NamedTuple):
 
 def absent_scalers(script: Script) -> Iterator[Absent]:
     """Every scaler that is None under some settings, once for each trace that may use it."""
-    for scaler in script.scalers[:MAX_BINDINGS]:
+    for scaler in (*script.scalers, *_of_other_classes(script))[:MAX_BINDINGS]:
         names = _names(script, scaler)
         sites = [(scaler.node, scaler.function)]
         if isinstance(script.outline.parents.get(scaler.node), ast.Return):
@@ -39,17 +44,46 @@ def absent_scalers(script: Script) -> Iterator[Absent]:
         depth = next((i for i, (n, f) in enumerate(sites) if _is_none_otherwise(script, n, scaler.key, f)), None)
         if not names or depth is None:
             continue
-        known: tuple[Guard, ...] = ()
+        known = _around(script, scaler) if not scaler.api else ()
         created: set[int] = set()
         for number, trace in enumerate(script.traces):
             made = next((e for e in trace if e.kind == "make_scaler" and e.node is scaler.node), None)
             if made is not None:
                 known = _own_guards(script, made, depth)
+            if made is not None or (not scaler.api and any(e.function is scaler.function for e in trace)):
                 created.add(number)
                 yield Absent(scaler, names, known, trace, is_created=True)
         for number, trace in enumerate(script.traces):
             if number not in created:
                 yield Absent(scaler, names, known, trace, is_created=False)
+
+
+def _of_other_classes(script: Script) -> Iterator[Scaler]:
+    """The scalers of classes of other files, `NativeScaler()`, that are assigned to a variable; no event shows where they are created."""
+    outline = script.outline
+    for name in outline.calls:
+        if not _CLASS.search(name) or is_data_scaler(name):
+            continue
+        for call, function in outline.calls[name]:
+            parent = outline.parents.get(call)
+            assigned = outline.parents.get(parent) if isinstance(parent, ast.IfExp) else parent
+            target = assigned.targets[0] if isinstance(assigned, ast.Assign) else None
+            is_other = make_scaler(outline, call, function) is None and name not in outline.classes
+            if is_other and "scaler" in key_of(target).lower() and parent is not None:
+                yield Scaler(call, function, key_of(target), "", "yes", parent)
+
+
+def _around(script: Script, scaler: Scaler) -> tuple[Guard, ...]:
+    """The conditions around the call that creates a scaler, in its function."""
+    conditions = Conditions(script.outline, scaler.function)
+    guards: list[Guard] = []
+    child: ast.AST = scaler.node
+    for node in script.above(scaler.node):
+        if isinstance(node, ast.If | ast.IfExp) and child is not node.test:
+            body = node.body if isinstance(node, ast.If) else [node.body]
+            guards += conditions.guards(node.test, is_true=child in body)
+        child = node
+    return tuple(g for g in guards if not _holds_on_each_device(script, g, scaler.function))
 
 
 def is_always_none(script: Script, event: Event) -> bool:
@@ -99,7 +133,9 @@ def _own_guards(script: Script, made: Event, depth: int) -> tuple[Guard, ...]:
 
 
 def _holds_on_each_device(script: Script, guard: Guard, function: Function) -> bool:
-    """Whether a test of the device is true for each that the file chooses: `device.type in ("cuda", "cpu")`."""
+    """Whether a test always holds, as one of the device that is true for each that the file chooses: `device.type in ("cuda", "cpu")`."""
+    if guard.text == "True":  # `if True:`
+        return guard.is_true
     subject = guard.text.partition(" ")[0]
     if subject == guard.text or not subject.replace(".", "").isidentifier():
         return False

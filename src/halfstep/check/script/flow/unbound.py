@@ -53,8 +53,16 @@ def _is_tested(script: Script, event: Event) -> bool:
     last = event.local.scaler.rsplit(".", 1)[-1]
     asked = [g.text for g in (*event.guards, *event.local.guards)]
     asked += [ast.unparse(n.test) for n in script.above(event.node) if isinstance(n, ast.If | ast.IfExp)]
-    is_asked = any(last in text and ("attr(" in text or " in " in text) for text in asked)
+    is_asked = any(last in text and ("attr(" in text or _is_looked_up(text, event.node)) for text in asked)
     return is_asked or any(isinstance(node, ast.Try) and node.handlers for node in script.above(event.node))
+
+
+def _is_looked_up(test: str, call: ast.AST) -> bool:
+    """Whether a test looks for a key, `"scaler" in vars()`, other than in the checkpoint whose entry the call loads."""
+    _, is_member, container = test.partition(" in ")
+    container = container.removesuffix(".keys()")
+    read = [ast.unparse(argument) for argument in call.args] if isinstance(call, ast.Call) else []
+    return bool(is_member) and not any(text.startswith((f"{container}[", f"{container}.")) for text in read)
 
 
 def _lacks(script: Script, name: str, function: Function) -> bool:

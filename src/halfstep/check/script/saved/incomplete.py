@@ -20,7 +20,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, last_name_of
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["incomplete_checkpoints"]
+__all__ = ["checkpoint_of", "incomplete_checkpoints", "is_saved_as_it_is"]
 
 _CHANGES = regex(r"^(update|setdefault|__setitem__)$")  # methods that may add the scaler to a dictionary
 _WRITES = {"save", "async_save", "save_on_master"}
@@ -37,8 +37,10 @@ def incomplete_checkpoints(script: Script) -> Iterator[tuple[Event, Event]]:
 
 
 def _by_entries(script: Script) -> Iterator[tuple[Event, Event]]:
-    scalers = {written: e for e in script.events("save_scaler") if (written := _checkpoint(script, e)) is not None}
-    optimizers = {e.node: (e, written) for e in script.events("save_optimizer") if (written := _checkpoint(script, e))}
+    scalers = {written: e for e in script.events("save_scaler") if (written := checkpoint_of(script, e)) is not None}
+    optimizers = {
+        e.node: (e, written) for e in script.events("save_optimizer") if (written := checkpoint_of(script, e))
+    }
     complete = [scalers[written] for _, written in optimizers.values() if written in scalers]
     for event, written in optimizers.values() if complete else ():
         is_training = event.loops or saves(event.function.name)
@@ -46,7 +48,7 @@ def _by_entries(script: Script) -> Iterator[tuple[Event, Event]]:
             written not in scalers
             and is_training
             and not without_amp(event)
-            and _is_saved_as_it_is(script, written, event)
+            and is_saved_as_it_is(script, written, event)
         ):
             yield event, complete[0]
 
@@ -89,7 +91,7 @@ def _saves_itself(script: Script, function: Function) -> bool:
     return any(f is function for name in _WRITES for _, f in script.outline.calls.get(name, ()))
 
 
-def _checkpoint(script: Script, event: Event) -> ast.Dict | ast.Call | None:
+def checkpoint_of(script: Script, event: Event) -> ast.Dict | ast.Call | None:
     """The dictionary that an event's state is an entry of."""
     child: ast.AST = event.node
     for node in script.above(event.node):
@@ -110,7 +112,7 @@ def _started(script: Script, entry: ast.Subscript, event: Event) -> ast.Dict | a
     return value if isinstance(value, ast.Dict) or is_call else None  # type: ignore[return-value]
 
 
-def _is_saved_as_it_is(script: Script, written: ast.expr, event: Event) -> bool:
+def is_saved_as_it_is(script: Script, written: ast.expr, event: Event) -> bool:
     """Whether a dictionary goes to a function that saves it, and nothing can add the scaler before."""
     is_open = None in written.keys if isinstance(written, ast.Dict) else _is_open(written)
     parent = script.outline.parents.get(written)

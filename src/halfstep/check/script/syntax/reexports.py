@@ -1,4 +1,4 @@
-"""torch's `autocast` and `GradScaler` that a project exports again: `from .nn.functional import autocast`, `from utils import *`.
+"""torch's `autocast` and `GradScaler`, and Apex's `amp`, that a project exports again: `from .nn.functional import autocast`, `from utils import *`.
 
 A project does that to support several versions of torch. How the name is called shows which signature it has: with `device_type=` it is
 torch.amp's. Without one the module may choose the device and the dtype, so that the region is known and its format is not.
@@ -59,6 +59,19 @@ def resolve_stars(
         elif all(k.arg in _ARGUMENTS for call in sites for k in call.keywords) and all(map(_names_device, sites)):
             named = [call.args or any(k.arg == "device_type" for k in call.keywords) for call in sites]
             names.table[name] = "torch.amp.autocast" if all(named) else OWN_AUTOCAST
+    if "amp" not in names.table and "amp" not in bound and any(map(_is_of_amp, _apex_calls(calls))):
+        names.table["amp"] = "apex.amp"
+
+
+def _apex_calls(calls: Mapping[str, Sequence[CallSite]]) -> Iterable[ast.Call]:
+    """The calls of functions that apex.amp has and torch.amp has not."""
+    return (call for name in ("initialize", "scale_loss", "master_params") for call, _ in calls.get(name, ()))
+
+
+def _is_of_amp(call: ast.Call) -> bool:
+    """Whether a call is of a function of the module `amp`, by that name alone: `amp.scale_loss(...)`."""
+    func = call.func
+    return isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "amp"
 
 
 def _is_star_of_project(statement: ast.ImportFrom) -> bool:
