@@ -1,20 +1,31 @@
-"""Modules of a model that a script casts to 16 bits and trains: the projector of LLaVA's code, a head that is trained again."""
+"""Modules of a model that a script casts to 16 bits and trains: the projector of LLaVA's code, a head that is trained again.
+
+Or the adapters that a model is created with, cast as part of it: `mark_only_lora_as_trainable(model)`.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.trained.enabling import enabled_parts, full_path
 from halfstep.check.script.trained.getters import path_of
 
-__all__ = ["lowered_parts"]
+__all__ = ["lowered_parts", "marked_adapters"]
 
+# Of loralib, lit-llama and their descendants: freezes all but the adapters that are already layers of the model.
+_MARKS = regex(r"^mark_only_(lora|adapter)\w*_as_trainable$")
+# Calls that attach nothing to a model.
+_PLAIN = regex(
+    r"^(load_state_dict|to|cuda|cpu|train|eval|print|len|count_\w+|num_\w+|compile|resize_token_embeddings)$"
+)
 _CASTS = ("half", "bfloat16", "to", "float")
 
 
@@ -101,3 +112,33 @@ def _named(test: ast.expr) -> list[str]:
             return []
         words.append(word)
     return words
+
+
+def marked_adapters(outline: Outline, model: Callable[[ast.expr, Function], Lineage]) -> Iterator[Cast]:
+    """The 16-bit casts of models that have adapters as layers of their own: PEFT is not there to keep those in float32."""
+    for name, sites in outline.calls.items():
+        for call, function in sites if _MARKS.search(name) else ():
+            if not call.args or not key_of(call.args[0]):
+                continue
+            lineage = model(call.args[0], function)
+            for cast in lineage.casts if not lineage.is_restored and not lineage.is_adapted else ():
+                is_own = cast.form == "cast" and cast.function is function and cast.is_certain
+                if is_own and not _may_gain_layers(lineage, cast, call):
+                    yield replace(cast, key=key_of(call.args[0]))
+
+
+def _may_gain_layers(lineage: Lineage, cast: Cast, mark: ast.Call) -> bool:
+    """Whether something may attach layers to a model, in float32, after it is cast and before all but them is frozen."""
+    lines = range(cast.node.lineno + 1, mark.lineno)
+    roots = {key for key, _ in lineage.places}
+    if any("." in key and key.partition(".")[0] in roots for key in lineage.outline.bindings):
+        return True  # `model.head = lora.Linear(64, 10)`
+    for name, sites in lineage.outline.calls.items():
+        for call, function in sites if not _PLAIN.search(name) else ():
+            if function is not cast.function or call.lineno not in lines or last_name_of(call.func) in _CASTS:
+                continue
+            receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+            keys = [path_of(receiver), *map(key_of, call.args), *(key_of(k.value) for k in call.keywords)]
+            if any(lineage.has(key.partition(".")[0], function) for key in keys if key):
+                return True
+    return False
