@@ -131,8 +131,9 @@ def _may_gain_layers(lineage: Lineage, cast: Cast, mark: ast.Call) -> bool:
     """Whether something may attach layers to a model, in float32, after it is cast and before all but them is frozen."""
     lines = range(cast.node.lineno + 1, mark.lineno)
     roots = {key for key, _ in lineage.places}
-    if any("." in key and key.partition(".")[0] in roots for key in lineage.outline.bindings):
-        return True  # `model.head = lora.Linear(64, 10)`
+    for key, bindings in lineage.outline.bindings.items():
+        if "." in key and key.partition(".")[0] in roots and any(isinstance(b.value, ast.Call) for b in bindings):
+            return True  # `model.head = lora.Linear(64, 10)`
     for name, sites in lineage.outline.calls.items():
         for call, function in sites if not _PLAIN.search(name) else ():
             if function is not cast.function or call.lineno not in lines or last_name_of(call.func) in _CASTS:
