@@ -19,7 +19,7 @@ from halfstep.check.rules.weights.masters import (
 )
 from halfstep.check.script.flow.guard import Guard, possible
 from halfstep.check.script.objects.chosen import condition_text, dtype_values, float16_ways, format_ways
-from halfstep.check.script.objects.expressions import asks_for_adapters
+from halfstep.check.script.objects.expressions import asks_for_adapters, is_quantized_branch
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.loading import loads_bfloat16, stored_float16
 from halfstep.check.script.objects.trainers import arguments_of, is_without_bf16
@@ -93,8 +93,11 @@ class HalfLoadWithFp16Training(ScriptRule):
         """16-bit weights that are passed to a Trainer with fp16=True."""
         for tie in script.training.by_trainers:
             scaled = _scaled_when(script, tie)
-            if scaled is not None and not is_launched_elsewhere(script, tie):
-                engine = "without DeepSpeed, " if tie.is_parsed and "deepspeed" in script.outline.bindings else ""
+            is_elsewhere = is_launched_elsewhere(script, tie)
+            is_quantized = any(map(is_quantized_branch, conditions_of(script.outline, tie.cast.node)))
+            if scaled is not None and (is_quantized or not is_elsewhere):  # most quantized models train on one GPU
+                is_offered = is_elsewhere or (tie.is_parsed and "deepspeed" in script.outline.bindings)
+                engine = "without DeepSpeed, " if is_offered else ""
                 yield self.finding(
                     script.where(tie.cast.node),
                     f"{scaled}{engine}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
@@ -166,7 +169,8 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
         way = next((way for way in float16_ways(outline, tie.cast) if possible(way, _ON_GPU)), None)
         if way is not None:
             return condition_text((*conditions_of(outline, tie.cast.node), *way))
-    is_plain = script.training.adapters == "optional" and not asks_for_adapters(conditions_of(outline, tie.cast.node))
+    is_plain = script.training.adapters == "optional" and not tie.lineage.is_adapted
+    is_plain &= not asks_for_adapters(conditions_of(outline, tie.cast.node))
     unless = " and no adapter is used" if is_plain else ""
     # `fp16=dtype == torch.float16` next to dtype=dtype.
     compared = _compared(value) if is_true else None

@@ -6,14 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.check.finding import Finding
+from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
 from halfstep.check.script.objects.loading import initial_options
-from halfstep.check.script.objects.trainers import arguments_of, is_trainer
+from halfstep.check.script.objects.trainers import arguments_of, is_trainer, model_of
 from halfstep.check.script.objects.values import constant
 from halfstep.check.script.quantized_loads import is_always_set, is_trained
 from halfstep.check.script.script import Script
@@ -22,6 +22,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.scope import CallSite
 from halfstep.check.script.trained.optional_adapters import left_out_when
+from halfstep.check.script.trained.optional_quantization import quantized_when
 
 __all__ = ["RULES"]
 
@@ -68,7 +69,7 @@ class QuantizedWithoutAdapter(ScriptRule):
         "https://huggingface.co/docs/transformers/peft",
         "measured: source code of transformers 5.17, trainer_utils.py",
     )
-    words = ("BitsAndBytesConfig", "get_quantization_config")
+    words = ("BitsAndBytesConfig", "get_quantization_config", "load_in_8bit", "load_in_4bit")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Quantizations of a model that a Trainer trains, in files that mention no adapters but in comments."""
@@ -93,6 +94,7 @@ class QuantizedWithoutAdapter(ScriptRule):
         outline = script.outline
         if outline.names.uses("unsloth") or len(trainers) > 1:
             return
+        yield from self._by_options(script, trainers[0])
         for call, function in outline.calls.get("BitsAndBytesConfig", ()):
             is_certain = _quantizes(script, call, function) and not conditions_of(outline, call)
             is_certain = is_certain and is_always_set(script, call, function)
@@ -103,11 +105,26 @@ class QuantizedWithoutAdapter(ScriptRule):
                 text = f"`{left_out.text}`" if left_out.is_true else f"not `{left_out.text}`"
                 yield self._report(script, trainers[0].call, f"when {text}, ")
 
-    def _report(self, script: Script, call: ast.Call, when: str) -> Finding:
+    def _by_options(self, script: Script, trainer: CallSite) -> Iterator[Finding]:
+        """Models that one option quantizes, and that get adapters only if another asks for them."""
+        outline = script.outline
+        model, left_out = model_of(outline, *trainer), left_out_when(outline, *trainer)
+        if model is None or left_out is None or left_out.text in outline.bindings:
+            return
+        lineage = script.training.model(model, trainer.function)
+        for load, function in outline.calls.get("from_pretrained", ()):
+            asked = quantized_when(outline, load, function, left_out) if load in lineage.loads else None
+            if asked is not None:
+                text = f"`{left_out.text}`" if left_out.is_true else f"not `{left_out.text}`"
+                yield self._report(script, trainer.call, f"when `{asked.text}` and {text}, ", "warning")
+                return
+
+    def _report(self, script: Script, call: ast.Call, when: str, severity: Severity | None = None) -> Finding:
         return self.finding(
             script.where(call),
             f"{when}the Trainer raises ValueError: the model is quantized and has no adapters",
             instead="peft_config=LoraConfig(...) for TRL's Trainers, or model = get_peft_model(model, LoraConfig(...))",
+            severity=severity,
         )
 
 

@@ -48,7 +48,7 @@ _IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
 ADAPTER_FLAG = regex(rf"lora|dora|hqq|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 # What a function or an option does other than train, by its name.
 OTHER_USE = regex(r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|debug")
-_QUANTIZES = regex(r"quant|hqq|[48]_?bit|bnb", re.IGNORECASE)
+_QUANTIZES = regex(r"quant|hqq|[48]_?bit|bnb|\bbits (in [\[(]|== )[48]\b", re.IGNORECASE)
 _OF_ADAPTERS = regex(r"lora|adapter|quant")
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 

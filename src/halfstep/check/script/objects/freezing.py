@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.expressions import conditions_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, cast_formats
+from halfstep.check.script.objects.formats import cast_formats
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, Lineage
+from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.children import nodes_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.trained.enabling import ADDED, ITERATED, LIFTS, enabled_parts, full_path
+from halfstep.check.script.trained.getters import path_of
 
 __all__ = [
     "freezes",
@@ -23,7 +23,6 @@ __all__ = [
     "keeps_low",
     "leaves_trained",
     "lifted_parts",
-    "lowered_parts",
     "may_be_frozen",
     "restored_layers",
     "restoring_loop",
@@ -243,20 +242,6 @@ def _is_of_some_names(test: ast.expr) -> bool:
     return every_text and not {"", "model", "weight", "layer", "layers"} & {str(text).strip(".") for text in texts}
 
 
-def lowered_parts(lineage: Lineage, casts: Iterable[VariableCast]) -> Iterator[Cast]:
-    """Casts to 16 bits of modules of a model that are trained again: `model.head.requires_grad_(True)`, then `model.head.half()`."""
-    outline = lineage.outline
-    enabled = {full_path(outline, text, function) for text, function in enabled_parts(outline)}
-    casts = list(casts) if enabled else []
-    lifted = {(key, function) for _, function, key, formats in casts if formats == {"float32"}}
-    for call, function, key, formats in casts:
-        values = [b.value for b in outline.bindings.get(key, ()) if b.function is function]
-        paths = {key_of(value) if value is not None else "" for value in values} or {full_path(outline, key, function)}
-        is_part = paths <= enabled and all("." in path and _is_part(lineage, path, function) for path in paths)
-        if formats & SIXTEEN_BIT and is_part and (key, function) not in lifted:
-            yield Cast(call, function, key, formats, "cast")
-
-
 def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
     """Whether one of these modules is a part of a model that has the model's own dtype: no layer of it is replaced."""
     for text, function in parts:
@@ -272,7 +257,7 @@ def lifted_parts(lineage: Lineage) -> list[str]:
     outline, parts = lineage.outline, []
     for call, function in (site for name in ("float", "to") for site in outline.calls.get(name, ())):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        key, parent = key_of(owner) if owner is not None else "", outline.parents.get(call)
+        key, parent = path_of(owner), outline.parents.get(call)
         assigned = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
         if not key or not (isinstance(parent, ast.Expr) or assigned == key) or lineage.has(key, function):
             continue

@@ -20,6 +20,7 @@ from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, c
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import CallSite
+from halfstep.check.script.trained.lowered_modules import marked_adapters
 
 __all__ = [
     "MAKES_OPTIMIZER",
@@ -145,10 +146,11 @@ def is_created_low(lineage: Lineage) -> bool:
 def added_adapters(outline: Outline, model: Callable[[ast.expr, Function], Lineage]) -> Iterator[Cast]:
     """The 16-bit casts and loads of models that then get adapters by `unet.add_adapter(LoraConfig(...))`, which have their dtype.
 
-    Only `get_peft_model` and `PeftModel` cast adapters to float32, unless `autocast_adapter_dtype=False`. Nothing is yielded where the file may cast them itself.
+    So do adapters that the model itself creates. Only `get_peft_model` and `PeftModel` cast adapters to float32, unless `autocast_adapter_dtype=False`. Nothing is yielded where the file may cast them itself.
     """
     if upcasts_parameters(outline):
         return
+    yield from marked_adapters(outline, model)
     for attached in attachments(outline):
         config = argument(attached.call, 0, "adapter_config")
         values = (

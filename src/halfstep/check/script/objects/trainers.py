@@ -55,6 +55,8 @@ _PLAIN_BASES = {"", "object", "ABC", "abc.ABC"}  # "": Generic[T]
 _SCALES = regex(
     r"loss_is_scaled_for_ga|model_accepts_loss_kwargs|accepts_loss_kwargs|current_gradient_accumulation_steps"
 )
+_FORWARDED = regex(r"\bfsdp\s*=\s*\w+\.fsdp\b|\b\w+\.fsdp\b(?!\s*=[^=])")
+_SPREADS = {"auto", "balanced", "balanced_low_0", "sequential"}
 _PARSERS = {"HfArgumentParser", "TrlParser"}  # the second extends the first
 PARSES = regex(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
@@ -96,14 +98,16 @@ def names_engine(outline: Outline, text: str) -> bool:
     defaults = field_defaults(outline, "deepspeed")
     is_off = bool(defaults) and all(constant(default) is None for default in defaults)
     words = ("fsdp",) if is_off else ("fsdp", "deepspeed", "zero3")
+    text = _FORWARDED.sub("", text) if is_off else text  # the Trainer's own option, as empty as `deepspeed`
     return any(word in text.lower() for word in words)
 
 
 def places_without_engine(outline: Outline, load: ast.Call, function: Function) -> bool:
-    """Whether a model is spread over the GPUs by `device_map` only where DeepSpeed is off, which it excludes: such runs are meant."""
-    values = [
-        v for v in keywords_of(outline, load, function, "device_map") for v in arms_of(v) if constant(v) is not None
-    ]
+    """Whether `device_map` spreads a model over the GPUs, which DeepSpeed excludes, in every run or where DeepSpeed is off: such runs are meant."""
+    values = [arm for v in keywords_of(outline, load, function, "device_map") for arm in arms_of(v)]
+    if values and all(constant(v) in _SPREADS and not conditions_of(outline, v) for v in values):
+        return True
+    values = [v for v in values if constant(v) is not None]
     return any(_is_without_engine(guard) for value in values for guard in conditions_of(outline, value))
 
 
@@ -157,6 +161,8 @@ def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast
     visited: set[tuple[str, Function]] = set()
     while pending:
         value, scope = pending.pop()
+        if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Call):
+            value = value.value  # `parser.parse_args_into_dataclasses()[0]`
         key = key_of(value)
         if key and (key, scope) not in visited:
             visited.add((key, scope))

@@ -41,7 +41,6 @@ from halfstep.check.script.objects.freezing import (
     freezing_loops,
     keeps_low,
     leaves_trained,
-    lowered_parts,
     may_be_frozen,
     trains_lifted_part,
     trains_part_of,
@@ -76,6 +75,7 @@ from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, c
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.trained.enabling import SWITCHES, enabled_parts, is_switched_on
+from halfstep.check.script.trained.lowered_modules import lowered_parts
 
 __all__ = ["Trained", "Training"]
 
@@ -384,9 +384,9 @@ class Training:
                 if own is not None and constant(own) is not None and not is_optional:
                     continue
                 lineage = self.model(model, function)
-                for cast in lowered_parts(lineage, self._casts) if self.adapters != "no" else ():
+                for cast in lowered_parts(lineage, self._casts):
                     if self._reaches(cast, call, function, model, is_adapted=True):
-                        yield Trained(cast, call, function, lineage, arguments)
+                        yield Trained(cast, call, function, Lineage(self.outline, is_adapted=True), arguments)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 casts = lineage.casts
                 is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)

@@ -11,6 +11,7 @@ from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.trained.getters import path_of
 
 __all__ = ["ADDED", "ITERATED", "LIFTS", "SWITCHES", "enabled_parts", "full_path", "is_switched_on"]
 
@@ -31,7 +32,7 @@ def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
     for call, function in outline.calls.get("requires_grad_", ()):
         value = constant(call.args[0]) if call.args else True
         if value is True and not call.keywords and isinstance(call.func, ast.Attribute):
-            parts.append((text_of(call.func.value), function))
+            parts.append((path_of(call.func.value) or text_of(call.func.value), function))
     for name in ("parameters", "named_parameters"):
         for call, function in outline.calls.get(name, ()):
             loop = outline.parents.get(call)
@@ -71,7 +72,7 @@ def _iterated(outline: Outline, owner: ast.expr, loop: ast.AST | None, function:
         return [full_path(outline, key_of(source) or owner.id, function)]
     if isinstance(outer, ast.If) and (whole := _searched(outline, owner, outer)):
         return [full_path(outline, whole, function)]
-    return [full_path(outline, text_of(owner), function)]
+    return [full_path(outline, path_of(owner) or text_of(owner), function)]
 
 
 def _searched(outline: Outline, owner: ast.expr, test: ast.If) -> str:
@@ -89,7 +90,8 @@ def full_path(outline: Outline, text: str, function: Function) -> str:
     for _ in range(4):
         first, separator, rest = text.partition(".")
         values = [b.value for b in outline.bindings.get(first, ()) if b.function is function and b.index is None]
-        path = key_of(values[0]) if len(values) == 1 and isinstance(values[0], ast.Attribute) else ""
+        reached = {path_of(value) for value in values if not isinstance(value, ast.Name)}
+        path = reached.pop() if len(reached) == 1 and not any(isinstance(v, ast.Name) for v in values) else ""
         if not path or path.partition(".")[0] in {"self", first}:
             break
         text = f"{path}{separator}{rest}"
