@@ -253,9 +253,7 @@ STAGE = {
         ),
         ({"before": "from unsloth import FastLanguageModel"}, [9]),
         (
-            {
-                "before": "from unsloth import FastLanguageModel\nmodel = FastLanguageModel.get_peft_model(model, r=16)"
-            },
+            {"before": "from unsloth import FastLanguageModel\nmodel = FastLanguageModel.get_peft_model(model, r=16)"},
             [],
         ),
         ({"before": "SFTTrainer(model=model, args=SFTConfig('a', bf16=True), peft_config=LoraConfig()).train()"}, []),
