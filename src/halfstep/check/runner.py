@@ -218,11 +218,13 @@ def _per_value(script: Script, already: tuple[Finding, ...], *, preview: bool) -
 
 def _in_runs(script: Script, already: tuple[Finding, ...]) -> Iterator[Finding]:
     """The mistakes that simulated runs of the script show, of rules that report nothing in it."""
-    from halfstep.check.simulation.simulate import mishaps, trains
+    from halfstep.check.simulation.candidates import trains
 
     text = script.source.text
     if not trains(text):
         return
+    from halfstep.check.simulation.simulate import mishaps
+
     reported = {f.code for f in already}
     lines = {(f.cell, f.line) for f in already if f.severity == "error"}
     try:

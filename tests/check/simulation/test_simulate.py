@@ -3,7 +3,7 @@
 import pytest
 
 from check_scripts import reported
-from halfstep.check.simulation.simulate import trains
+from halfstep.check.simulation.candidates import trains
 from simulated_scripts import START, codes
 
 LOOP = """\

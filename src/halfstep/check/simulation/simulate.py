@@ -31,9 +31,8 @@ from halfstep.check.simulation.simulation import Simulation
 from halfstep.check.simulation.typed import Typed
 from halfstep.check.simulation.values import Class, Env, Func, Instance, Suspended
 
-__all__ = ["mishaps", "trains"]
+__all__ = ["mishaps"]
 
-MAX_TEXT = 120_000  # characters: larger files are libraries
 MAX_STEPS = 150_000  # statements and expressions of all runs of a script, about a second
 MAX_ROOT_STEPS = 75_000
 MAX_VARIANTS = 12  # runs with a precision setting of their own
@@ -53,11 +52,6 @@ _DEFINES = (
     ast.Try,
     ast.If,
 )
-
-
-def trains(text: str) -> bool:
-    """Whether a script is worth running: it has a training loop in mixed precision, and is no library."""
-    return ".backward(" in text and ("GradScaler" in text or "autocast" in text) and len(text) < MAX_TEXT
 
 
 def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
