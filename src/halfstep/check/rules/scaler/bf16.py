@@ -248,10 +248,10 @@ class ScalerWithBf16(ScriptRule):
     def _idle_run(script: Script, scaler: Scaler) -> Run | None:
         """The settings with which a scaler is enabled and every region of its losses is bfloat16."""
         regions = trained_regions(script)
-        steps = [e for e in script.events("scaler_step") if scaler in scalers_at(script, e)]
-        if scaler.enabled == "no" or not regions or not steps or any(_format_tests(script, e) for e in steps):
+        if scaler.enabled == "no" or not any("bfloat16" in a.dtypes or UNKNOWN in a.dtypes for a in regions):
             return None
-        if not any("bfloat16" in a.dtypes or UNKNOWN in a.dtypes for a in regions):
+        steps = [e for e in script.events("scaler_step") if scaler in scalers_at(script, e)]
+        if not steps or any(_format_tests(script, e) for e in steps):
             return None
         runs = runs_of(script, regions, scaler)
         return runs.where("bfloat16", is_scaled=True) if runs is not None else None
