@@ -205,7 +205,7 @@ def test_a_small_file_loads_little(tmp_path, name, text):
     modules = set(json.loads(result.stderr.splitlines()[-1]))
     heavy = {"torch", "numpy", "rich", "plotly", "yaml", "safetensors", "asyncio", "concurrent.futures.process"}
     assert not modules & heavy
-    assert len(modules) < 370  # each family of rules is one; torch alone loads more than a thousand
+    assert len(modules) < 400  # each family of rules is one; torch alone loads more than a thousand
 
 
 def test_the_work_of_a_tree_grows_with_its_files(tmp_path):
