@@ -2,6 +2,7 @@
 
 import pytest
 
+from halfstep.check import check_path
 from simulated_scripts import codes
 
 MODEL = """\
@@ -182,3 +183,34 @@ def test_a_phase_without_a_region_needs_no_scaler():
     run = "model = Net().cuda(){half}\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\nscaler = torch.amp.GradScaler('cuda')\nwarm(model, optimizer, scaler)\nfit(model, optimizer, scaler)\n"
     assert codes(setup + run.format(half="")) == ["HS134"]
     assert codes(setup + run.format(half=".half()")) == []
+
+
+UNKNOWN_MEMBER = """\
+import argparse
+from enum import Enum
+import torch
+class Precision(Enum):
+    HALF = "fp16"
+    FULL = "fp32"
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision", default="int8")
+    args = parser.parse_args()
+    precision = Precision(args.precision)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision is Precision.HALF)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=precision is Precision.HALF):
+            loss = model(x).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+main()
+"""
+
+
+def test_a_value_that_no_member_has_is_unknown(tmp_path):
+    """An enum called with another value raises in a real run; a simulated one goes on, and the check does not fail."""
+    path = tmp_path / "train.py"
+    path.write_text(UNKNOWN_MEMBER)
+    assert not check_path(path)
