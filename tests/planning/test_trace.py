@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from halfstep.engine.engine import Engine
+from halfstep.engine.region import aligned
 from halfstep.jobs.job import Job
 from halfstep.planning.estimator import Estimator
 from halfstep.planning.trace import StepOptions
@@ -60,6 +61,22 @@ def test_ema_covers_the_parameters_that_optimizers_own():
         assert breakdown(small_job(), precision, ema=True)["average"] == 4 * (WEIGHTS + BIASES)
     frozen = small_job(optimizer=lambda model: torch.optim.AdamW(model[2].parameters(), lr=1e-3))
     assert breakdown(frozen, "fp32", ema=True)["average"] == 4 * (64 * 4 + 4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_an_output_layer_of_an_odd_width_is_planned_with_its_copies(monkeypatch, precision):
+    """Planned on a CPU, the product is the one of a GPU: the copies are in the plan, and are at most those of weight and result."""
+    rows, width = 256, 4001
+    job = small_job(
+        model=lambda: nn.Linear(16, width, bias=False),
+        data=lambda batch_size: iter([torch.randn(rows, 16)]),
+        loss=lambda model, batch: model(batch).sum(dtype=torch.float32),
+    )
+    peaks = []
+    for large in (2**60, 1):
+        monkeypatch.setattr(aligned, "LARGE", large)
+        peaks.append(sum(breakdown(job, precision).values()))
+    assert 2 * rows * width <= peaks[1] - peaks[0] <= 2 * (2 * rows + 3 * 16) * (width + 7)
 
 
 class LogDeterminant(nn.Module):

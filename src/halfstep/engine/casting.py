@@ -12,9 +12,7 @@ weights (`region/copies.py`). What else stays in fp32 is decided by operation, n
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.engine.members import Members
 from halfstep.engine.region import fp32_weights, upcast
+from halfstep.engine.region.forwards import bind_forward, unbind_forward
 from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
@@ -34,7 +33,6 @@ from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import PATTERN_KEYS, Policy
 
 __all__ = [
-    "bind_forward",
     "cast_model",
     "check_castable",
     "check_patterns",
@@ -43,7 +41,6 @@ __all__ = [
     "fp32_row",
     "fp32_units",
     "sum_gradients_in_fp32",
-    "unbind_forward",
     "uncast_forwards",
     "wrap_forwards",
 ]
@@ -243,38 +240,6 @@ def uncast_forwards(model: nn.Module) -> None:
     """Undo `wrap_forwards`."""
     for module in model.modules():
         unbind_forward(module, _WRAPPED)
-
-
-def bind_forward(module: nn.Module, forward: Callable[..., Any], inner: str) -> None:
-    """Let `forward(module, ...)` run instead of the module's forward; attribute `inner` keeps an earlier one, or is None."""
-    setattr(module, inner, vars(module).get("forward"))  # already wrapped by someone else; keep calling theirs
-    # Not a pair of hooks: torch.compile can trace a `with` block. A method, not a functools.partial: of those the compiler
-    # checks the identity, so each block of a model would be compiled separately, and from the ninth on not at all.
-    module.forward = MethodType(forward, module)
-
-
-def unbind_forward(module: nn.Module, inner: str) -> None:
-    """Undo `bind_forward`; nothing for a module without `inner`."""
-    if inner in vars(module):
-        earlier = vars(module).pop(inner)
-        del module.forward
-        if earlier is not None:
-            module.forward = earlier
-
-
-def _bound(forward: Callable[..., Any], module: nn.Module) -> MethodType:
-    return MethodType(forward, module)
-
-
-def _reduce_method(method: MethodType) -> Any:
-    """Pickle a bound forward as function and module; by default it would be looked up on the module by its name."""
-    own = str(getattr(method.__func__, "__module__", "")).startswith("halfstep.") and isinstance(
-        method.__self__, nn.Module
-    )
-    return (_bound, (method.__func__, method.__self__)) if own else method.__reduce__()
-
-
-copyreg.pickle(MethodType, _reduce_method)
 
 
 def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:

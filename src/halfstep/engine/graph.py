@@ -37,7 +37,7 @@ __all__ = [
 
 _PRODUCT = re.compile(
     r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
-    r"|(Mkldnn)?Linear|Trilinear|(Scaled)?GroupedMm|ScaledMm)Backward"
+    r"|(Mkldnn|Aligned)?Linear|Trilinear|(Scaled)?GroupedMm|ScaledMm)Backward"
     r"|Convolution|Conv\d|ConvDepthwise|ConvTranspose|Attention|Rnn|LstmMps"
 )
 # Nodes through which a factor of a loss is still a factor of it.
@@ -70,9 +70,8 @@ def products_of(loss: Tensor) -> Products:
     formats: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
     for node in nodes_of(loss.grad_fn):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            if is_custom(node):  # the functions of Halfstep have no products inside
-                opaque[_kind(type(node).__name__)] += 1
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and is_custom(node):
+            opaque[_kind(type(node).__name__)] += 1
         elif _PRODUCT.search(node.name()):
             formats.update([_result_format(node)])
     return Products(dict(formats), dict(opaque))
@@ -80,7 +79,7 @@ def products_of(loss: Tensor) -> Products:
 
 def wide_results(loss: Tensor) -> dict[str, int]:
     """Bytes of large fp32 results by operation, largest first: at least an eighth of the largest matrix product's result."""
-    nodes = [node for node in nodes_of(loss.grad_fn) if not isinstance(node, torch.autograd.function.BackwardCFunction)]
+    nodes = [node for node in nodes_of(loss.grad_fn) if not is_custom(node)]
     largest = max((_num_elements(node) for node in nodes if _PRODUCT.search(node.name())), default=0)
     sizes: Counter[str] = Counter()
     for node in nodes:

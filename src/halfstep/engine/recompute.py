@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from halfstep.engine.casting import bind_forward, unbind_forward
+from halfstep.engine.region.forwards import bind_forward, unbind_forward
 from halfstep.engine.repeats import repeated_blocks
 from halfstep.engine.rerun.buffers import Changes, buffers_of, old_values
 from halfstep.engine.rerun.caches import find_cache_classes, without_caches

@@ -6,7 +6,8 @@ bytes. In order, and nothing is changed before the checks have passed:
     check       optimizers own parameters of the model, each once, on one kind of device, and can be adopted
     cast        weights to the policy's dtype in place; their fp32 values become masters
     switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
-    wrap        modules that compute in fp32, repeated blocks whose activations are recomputed; fp32 buffers of lean models
+    wrap        modules that compute in fp32, output layers of unaligned width, repeated blocks whose activations are
+                recomputed; fp32 buffers of lean models
     adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states; any other gets fp32
                 masters
     accumulate  fp32 gradients for 16-bit weights where a window has several micro-batches
@@ -40,6 +41,7 @@ from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.compiling import GRAPH_MODES
 from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.recompute import check_recomputable, check_recompute, recompute_blocks, recompute_row
+from halfstep.engine.region.aligned import align_outputs
 from halfstep.engine.region.inputs import round_inputs_once
 from halfstep.engine.region.residual import check_residual, residual_row, widen_residual
 from halfstep.engine.region.tables import recognise_tables
@@ -173,6 +175,7 @@ def convert_model(module: nn.Module, policy: Policy, undo: contextlib.ExitStack)
         ignore_fallback_warnings()  # the region does so too, but 16-bit weights may be multiplied outside of it
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
+    align_outputs(module, policy, undo)
     if policy.is_lean:
         widen_residual(module, policy, undo)
         round_inputs_once(module, policy, undo)

@@ -17,6 +17,7 @@ import torch
 from halfstep.backends.base import Backend
 from halfstep.engine.casting import fp32_buffers
 from halfstep.engine.graph import LossObserver
+from halfstep.engine.region.aligned import aligned_row
 from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_once
@@ -234,7 +235,12 @@ def truth_of(
 ) -> Truth:
     """The table of a prepared run as it is now."""
     exchanging = exchanging_of(run.optimizers)
-    rows = run.rows | dict(backend.truth_rows()) | ({} if exchanging is None else exchanging.truth_rows())
+    rows = (
+        run.rows
+        | aligned_row(run.module)
+        | dict(backend.truth_rows())
+        | ({} if exchanging is None else exchanging.truth_rows())
+    )
     rows |= {"gradients": "released during backward"} if released else {}
     known = hardware.kind == run.device.type
     return build_truth(

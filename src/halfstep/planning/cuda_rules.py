@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.region import has_kernel, install, overloads, reinstall, upcast
+from halfstep.engine.region.aligned import on_every_device
 from halfstep.engine.region.casts import run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.kernels.cross_entropy import cross_entropy_as_on_cuda
@@ -67,7 +68,7 @@ _lock = threading.RLock()
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Inside this block, CPU tensors of this process follow CUDA's paths through the dispatcher."""
-    with _lock:
+    with _lock, on_every_device():
         install(
             "cpu", lean=True
         )  # before the lists change, because the Engine's rule is derived from them, and below this one
