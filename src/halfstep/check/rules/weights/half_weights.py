@@ -24,6 +24,7 @@ from halfstep.check.script.pairing.scaler_condition import spares_half_weights
 from halfstep.check.script.scaling.stepped import steps_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "models_kept_half"]
 
@@ -175,16 +176,28 @@ def models_kept_half(script: Script) -> Iterator[KeptHalf]:
     outline = script.outline
     if "fp16" not in outline.strings or not _TYPED.search(script.source.text):
         return
-    for cast, _ in outline.calls.get("float", ()):
+    for cast, function in outline.calls.get("float", ()):
         model = key_of(cast.func.value) if isinstance(cast.func, ast.Attribute) else ""
         guards = conditions_of(outline, cast)
-        if not model or cast.args or not guards or not guards[-1].is_true or not _LIFTED.search(guards[-1].text):
+        if (
+            not _is_clip(script, model, function)
+            or cast.args
+            or not guards
+            or not guards[-1].is_true
+            or not _LIFTED.search(guards[-1].text)
+        ):
             continue
         for scaled, _ in outline.calls.get("scale", ()):
             branch = _branch_of(script, scaled)
             step = _unscaled_step(branch.orelse) if branch is not None else None
             if branch is not None and step is not None:
                 yield KeptHalf(step, cast, model, branch.orelse)
+
+
+def _is_clip(script: Script, model: str, function: Function) -> bool:
+    """Whether a variable is a model that a function for CLIP makes: other models are float32 unless something casts them."""
+    made = [b.value for b in script.outline.bindings.get(model, ()) if b.function is function]
+    return any(isinstance(value, ast.Call) and "clip" in text_of(value.func).lower() for value in made)
 
 
 def _branch_of(script: Script, node: ast.AST) -> ast.If | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.script.objects.choices import field_defaults
+from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -28,7 +29,11 @@ def is_idle(outline: Outline, value: ast.expr | None, function: Function, depth:
         inner = value.args[0] if key_of(value.func) == "bool" and len(value.args) == 1 else None
         is_read = key_of(value.func) == "getattr" and len(value.args) == 3
         read = ast.Attribute(value.args[0], str(constant(value.args[1])), ast.Load()) if is_read else inner
-        return read is not None and is_idle(outline, read, function, depth - 1)
+        if read is None:
+            target = outline.call_target(value, function)
+            is_plain = target is not None and target.name != "__init__"
+            return is_plain and all(is_idle(outline, r, target, depth - 1) for r in returned_by(target))
+        return is_idle(outline, read, function, depth - 1)
     if isinstance(value, ast.Name):
         sources = outline.sources(value.id, function)
         return bool(sources) and all(is_idle(outline, v, scope, depth - 1) for v, scope in sources)
