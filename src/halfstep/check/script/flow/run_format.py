@@ -23,6 +23,7 @@ from halfstep.check.script.syntax.scope import CallSite, default_of
 __all__ = [
     "COMPUTES",
     "FORMAT_NAMES",
+    "OLDER",
     "ON",
     "OPTION",
     "bf16_run",
@@ -33,12 +34,14 @@ __all__ = [
     "fp16_training",
     "is_in_own_run",
     "names_other_format",
+    "without_bf16",
 ]
 
 _ARGUMENTS = ("TrainingArguments", "Config")
 _TRAINERS = frozenset({"trl", "transformers", "unsloth", "optimum", "sentence_transformers"})
 # The states of a flag, from certain to unlikely.
 ON, DEFAULT, GPU, OPTION, OFF = "on", "on by default", "on where the GPU supports it", "on by an option", "off"
+OLDER = "on where the GPU has no bfloat16"
 _ORDER = (ON, DEFAULT, GPU, OPTION)
 _WHEN = {
     ON: "trains in bf16",
@@ -98,17 +101,17 @@ def _all_of(parts: list[States]) -> States:
     if frozenset({OFF}) in parts:
         return frozenset({OFF})
     states = frozenset().union(*parts)
-    rarest = next((s for s in (OPTION, UNKNOWN, GPU, DEFAULT) if s in states), ON)
+    rarest = next((s for s in (OPTION, UNKNOWN, OLDER, GPU, DEFAULT) if s in states), ON)
     return frozenset({rarest})
 
 
 def _any_of(parts: list[States]) -> States:
     states = frozenset().union(*parts)
-    return frozenset({next((s for s in _ORDER if s in states), UNKNOWN if UNKNOWN in states else OFF)})
+    return frozenset({next((s for s in (*_ORDER, UNKNOWN, OLDER) if s in states), OFF)})
 
 
 def _inverted(states: States) -> States:
-    opposite = {ON: OFF, OFF: ON, DEFAULT: OPTION, OPTION: DEFAULT}
+    opposite = {ON: OFF, OFF: ON, DEFAULT: OPTION, OPTION: DEFAULT, GPU: OLDER, OLDER: GPU}
     return frozenset(opposite.get(state, UNKNOWN) for state in states)
 
 
@@ -116,6 +119,8 @@ def _compared(outline: Outline, node: ast.Compare, function: Function) -> States
     """A test of the GPU's compute capability, or of an option with a list of choices."""
     if _CAPABILITY.search(text_of(node)) and isinstance(node.ops[0], (ast.GtE, ast.Gt)):
         return frozenset({GPU})
+    if _CAPABILITY.search(text_of(node)) and isinstance(node.ops[0], (ast.Lt, ast.LtE)):
+        return frozenset({OLDER})
     wanted = constant(node.comparators[0])
     if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq) or not isinstance(wanted, str):
         return frozenset({UNKNOWN})
@@ -201,6 +206,18 @@ def _keeps_default(outline: Outline, name: str) -> bool:
         return False
     every = (site.call for calls in outline.calls.values() for site in calls)
     return not any(key_of(argument) in classes for call in every for argument in call.args)  # a parser fills it
+
+
+def without_bf16(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> ast.expr:
+    """What an expression is on a GPU without bfloat16: `"fp16"` of `"bf16" if torch.cuda.is_bf16_supported() else "fp16"`."""
+    values = outline.sources(key_of(node), function) if isinstance(node, ast.Name) and depth else []
+    if len(values) == 1:
+        return without_bf16(outline, *values[0], depth - 1)
+    if not isinstance(node, ast.IfExp):
+        return node
+    states = flag_states(outline, node.test, function)
+    chosen = node.orelse if states == {GPU} else node.body if states == {OLDER} else None
+    return without_bf16(outline, chosen, function, depth) if chosen is not None else node
 
 
 def _is_arguments(script: Script, site: CallSite) -> bool:
