@@ -16,7 +16,7 @@ from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import is_amp, scalers_at
 from halfstep.check.script.objects.adapters import upcasts_parameters
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of, loop_class
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -134,6 +134,9 @@ def _stepped_casts(script: Script) -> Iterator[Event]:
 
 def _is_stepped_plainly(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie steps by itself, not through a scaler or an engine that may keep master weights."""
+    loop = loop_class(script, tie.function.cls) if tie.function.cls else None
+    if loop is not None and loop.precision == "fp16":
+        return False  # through the scaler of Lightning: HS199
     steps = steps_of(script, tie.by, "scaler_step")
     if not all(spares_half_weights(script, e, scalers_at(script, e)) for e in steps):
         return False
