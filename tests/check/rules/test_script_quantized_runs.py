@@ -151,9 +151,36 @@ def main(args):
         ("Config(lr=args.lr, bf16=args.bf16)", 1),
         ("Config()", 0),
         ("Config(**vars(args))", 1),
+        ("Config(bf16=True)", 1),
         ("HfArgumentParser(Config).parse_args_into_dataclasses()[0]", 1),
     ],
 )
 def test_a_field_that_no_option_of_the_file_sets(made, count):
     """A field that is False stays so where the file creates its class from other options."""
     assert len(findings(FIELD.format(made=made), "HS268")) == count
+
+
+ASDICT = (
+    HEAD.replace("import dataclass", "import asdict, dataclass")
+    + """\
+@dataclass
+class Config:
+    output_dir: str = "out"
+    seed: int = pick()
+    bf16: bool = {default}
+
+QUANTIZED = dict(load_in_4bit=True, bnb_4bit_compute_dtype="float16")
+config = Config({passed})
+model = AutoModelForCausalLM.from_pretrained("x", quantization_config=BitsAndBytesConfig(**QUANTIZED))
+Trainer(get_peft_model(model, LoraConfig()), TrainingArguments(**asdict(config))).train()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("default", "passed", "count"),
+    [("True", "", 1), ("False", "bf16=True", 1), ("True", "bf16=False", 0), ("False", "", 0), ("pick()", "", 0)],
+)
+def test_the_fields_of_a_dataclass_as_arguments(default, passed, count):
+    """`**asdict(config)` passes the defaults of the fields, or what the object is created with."""
+    assert len(findings(ASDICT.format(default=default, passed=passed), "HS268")) == count
