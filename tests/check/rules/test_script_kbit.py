@@ -22,6 +22,9 @@ def load(name, low={default}):
     return prepare_model_for_kbit_training(model)
 load('x')
 """
+CHOSEN = "chosen = None\nif small:\n    chosen = BitsAndBytesConfig(load_in_4bit=True)\n" + LOAD.format(
+    "quantization_config=chosen"
+)
 OPTION = LOAD.format("load_in_8bit=args.load_in_8bit")
 
 
@@ -35,6 +38,10 @@ OPTION = LOAD.format("load_in_8bit=args.load_in_8bit")
         (FIELD.format(True) + LOAD.format("load_in_4bit=options.low") + PREPARE, 0),
         (FUNCTION.format("return None") + LOAD.format("quantization_config=configure(cli.bits)") + PREPARE, 1),
         (FUNCTION.format("raise ValueError") + LOAD.format("quantization_config=configure(cli.bits)") + PREPARE, 0),
+        (CHOSEN + PREPARE, 1),
+        (CHOSEN + "if chosen is not None:\n    " + PREPARE, 0),
+        (CHOSEN + "if chosen:\n    " + PREPARE, 0),
+        (CHOSEN + "if other is not None:\n    " + PREPARE, 1),
         (METHOD.format(default=False), 1),
         (METHOD.format(default=True), 0),
         (LOAD.format("load_in_8bit=False") + PREPARE, 1),

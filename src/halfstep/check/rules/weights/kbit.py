@@ -93,7 +93,7 @@ class KbitWithoutQuantization(ScriptRule):
             loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_model(script, site.call)]
             key = key_of(call.args[0])  # `self.model`; another load may be for merging
             loads = [site for site in loads if key in _targets(script, site.call)] or loads
-            if len(loads) != 1 or not _is_low(script, *loads[0]):
+            if len(loads) != 1 or not _is_low(script, *loads[0]) or _asks_for_option(script, call, *loads[0]):
                 continue
             effect = _unquantized(script, *loads[0])
             if effect:
@@ -122,6 +122,13 @@ class KbitWithoutQuantization(ScriptRule):
 def _is_model(script: Script, call: ast.Call) -> bool:
     name = script.outline.names.full(call.func) or text_of(call.func)
     return re.search(r"(Model|ForConditionalGeneration|ForCausalLM|LMHead)\w*\.from_pretrained$", name) is not None
+
+
+def _asks_for_option(script: Script, prepare: ast.Call, load: ast.Call, function: Function) -> bool:
+    """Whether a test around the preparation asks for what the load gets: `if config is not None:`."""
+    keys = {key_of(keyword_of(script.outline, load, function, name)) for name in _QUANTIZATION} - {""}
+    texts = [guard.text for guard in conditions_of(script.outline, prepare)]
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) for key in keys for text in texts)
 
 
 def _targets(script: Script, call: ast.Call) -> set[str]:
