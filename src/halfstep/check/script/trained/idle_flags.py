@@ -32,8 +32,9 @@ def is_idle(outline: Outline, value: ast.expr | None, function: Function, depth:
         read = ast.Attribute(value.args[0], str(constant(value.args[1])), ast.Load()) if is_read else inner
         if read is None:
             target = outline.call_target(value, function)
-            is_plain = target is not None and target.name != "__init__"
-            return is_plain and all(is_idle(outline, r, target, depth - 1) for r in returned_by(target))
+            if target is None or target.name == "__init__":
+                return False
+            return all(is_idle(outline, r, target, depth - 1) for r in returned_by(target))
         return is_idle(outline, read, function, depth - 1)
     if isinstance(value, ast.Name):
         sources = [*outline.sources(value.id, function)]
