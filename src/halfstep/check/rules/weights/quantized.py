@@ -140,8 +140,9 @@ class ComputeDtypeMismatch(ScriptRule):
 
     def _under_engine(self, script: Script) -> Iterator[Finding]:
         """A compute dtype that is certainly not the format in which an engine, or a training loop, trains adapters of the model."""
-        computed, run = engine_run(script)
-        for call, function in quantizations(script) if run else ():
+        sites = list(quantizations(script))
+        computed, run = engine_run(script) if sites else ("", "")
+        for call, function in sites if run else ():
             value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
             formats = formats_of(script.outline, value, function) if value is not None else frozenset()
             if (
