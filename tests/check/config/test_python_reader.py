@@ -373,3 +373,27 @@ def test_an_empty_dictionary_that_is_filled_key_by_key():
     found = [(c.root.keys(), c.root.open, c.strict) for c in deepspeed(text)]
     assert found == [(("fp16", "adaptive"), True, True), (("fp16",), True, True)]
     assert deepspeed("import deepspeed\nconfig = {}\ndeepspeed.initialize(model=model, config=config)\n") == []
+
+
+NAMESPACE = "import lightning as L\nfrom omegaconf import OmegaConf\nfrom types import SimpleNamespace\n{made}\nL.Trainer({passed})\n"
+NESTED = "cfg = OmegaConf.create({'trainer': {'precision': 16, 'max_epochs': 3}})"
+FLAT = "cfg = SimpleNamespace(precision=16, epochs=3)"
+
+
+@pytest.mark.parametrize(
+    ("made", "passed", "value"),
+    [
+        (NESTED, "precision=cfg.trainer.precision", 16),
+        (NESTED, "**cfg.trainer", 16),
+        (FLAT, "precision=cfg.precision", 16),
+        (FLAT + "\ncfg.precision = choose()", "precision=cfg.precision", UNKNOWN),
+        (NESTED + "\ncfg.trainer = choose()", "precision=cfg.trainer.precision", UNKNOWN),
+        (NESTED + "\ncfg.update(other)", "precision=cfg.trainer.precision", UNKNOWN),
+        (FLAT + "\nif small:\n    " + FLAT, "precision=cfg.precision", UNKNOWN),
+        (FLAT.replace("(", "(**options, "), "precision=cfg.precision", UNKNOWN),
+    ],
+)
+def test_the_attributes_of_a_namespace(made, passed, value):
+    """An object that is created from a dictionary has its entries, until the script sets one."""
+    config = next(c for c in read(NAMESPACE.format(made=made, passed=passed)) if c.origin.endswith("Trainer"))
+    assert config.value("precision") == value

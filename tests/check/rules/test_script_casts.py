@@ -110,6 +110,13 @@ LIFTED = 'cfg.PREC == "fp32" or cfg.PREC == "amp"'
         (PROMPTS.format(test=LIFTED, update="self.scaler.scale(loss).backward()"), False),
         (PROMPTS.format(test=LIFTED, update="loss.backward()").replace('["fp16", ', "["), False),
         (PROMPTS.format(test=LIFTED, update="loss.backward()").replace("clip_model.dtype", "torch.float32"), False),
+        # Other models are float32 unless something casts them.
+        (
+            PROMPTS.format(test=LIFTED, update="loss.backward()").replace(
+                "load_clip(cfg)", "getattr(models, cfg.name)()"
+            ),
+            False,
+        ),
     ],
 )
 def test_a_checkpoint_in_float16_is_trained_where_no_option_casts_it(text, expected):

@@ -194,7 +194,7 @@ def recipe_of(block: Block) -> Recipe | None:
         known = _text(block, "finetuning_type") in _LLAMAFACTORY_TYPES
         return "llamafactory" if known and _text(block, "stage") in {*_LLAMAFACTORY_STAGES, ""} else None
     if "dtype" in keys and _text(block, "optimizer", "_component_"):
-        parts = (_text(block, name, "_component_") for name in ("model", "policy_model", "checkpointer", "tokenizer"))
+        parts = (_text(block, name, "_component_") for name in keys)
         return "torchtune" if any(part.startswith("torchtune.") for part in parts) else None
     training = _child(block, "training")
     if training is not None and _child(block, "model") is not None and keys & {"job", "parallelism", "metrics"}:

@@ -13,6 +13,21 @@ from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, 
 __all__ = ["Literals", "copied_name", "literals_of", "subscript"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
+_NAMESPACES = frozenset(
+    {
+        "create",
+        "SimpleNamespace",
+        "Namespace",
+        "EasyDict",
+        "edict",
+        "AttrDict",
+        "DotDict",
+        "Munch",
+        "ConfigDict",
+        "DictConfig",
+        "Box",
+    }
+)
 _MAX_DEPTH = 50
 _MAX_FOLLOWED = 3  # variables inside dictionaries of variables: each level may repeat the one below
 # The nodes that bind names, and those that assign or change values; most nodes do neither.
@@ -38,6 +53,9 @@ class Literals:
         self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
         functions = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
         self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
+        self.namespaces: dict[
+            str, ast.expr
+        ] = {}  # variable -> the dictionary, or the call, that its attributes come from
         self.bound_at: dict[str, list[int]] = {}  # variable -> the lines that bind it
         self.all_blocks: dict[str, list[ast.expr]] = {}  # variable -> every dictionary it is bound to
         self._followed: list[ast.expr] = []  # the dictionaries of variables that are being read
@@ -53,6 +71,7 @@ class Literals:
                 self._note(node)
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
         self.blocks = {name: value for name, value in self.blocks.items() if bound.get(name) == 1}
+        self.namespaces = {name: value for name, value in self.namespaces.items() if bound.get(name) == 1}
         for name, path, call in self._updates:
             self._change_many(name, path, call)
 
@@ -71,6 +90,8 @@ class Literals:
                     elif self.is_block(node.value) and not isinstance(node, ast.AugAssign):
                         self.blocks[name] = node.value
                         self.all_blocks.setdefault(name, []).append(node.value)
+                    elif (made := _namespace_of(node.value)) is not None:
+                        self.namespaces[name] = made
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 self._change(*subscript(target), node)
@@ -237,16 +258,28 @@ class Literals:
         return replace(block, entries=tuple(entries), open=is_open)
 
     def _part(self, node: ast.expr) -> Node | None:
-        """The part of a dictionary that `config["trainer"]` is; None if the script may change it."""
+        """The part of a dictionary that `config["trainer"]` is, or `config.trainer` of a namespace; None if the script may change it."""
+        if isinstance(node, ast.Attribute):
+            return self._attribute(chain(node))
         name, path = subscript(node)
         source = self.blocks.get(name) if isinstance(node, ast.Subscript) else None
         if source is None or path is None or name in self.changes:
             return None
-        root: Node | None = self.node(source)
-        for key in path:
-            entry = root.entry(key) if isinstance(root, Block) else None
-            root = entry.value if entry is not None else None
-        return root
+        return _inside(self.node(source), path)
+
+    def _attribute(self, names: Sequence[str]) -> Node | None:
+        """What `config.trainer.precision` is after `config = OmegaConf.create({...})`, unless the script sets it or a part around it."""
+        for count in range(1, len(names)):
+            name = ".".join(names[:count])
+            source = self.namespaces.get(name)
+            if source is None:
+                continue
+            longer = (".".join(names[:end]) for end in range(count + 1, len(names) + 1))
+            if name in self.changes or any(other in self.bound_at for other in longer):
+                return None
+            root = self.call(source) if isinstance(source, ast.Call) else self.node(source)
+            return _inside(root, names[count:])
+        return None
 
     def _scalar(self, node: ast.AST) -> object:
         if isinstance(node, ast.Constant):
@@ -256,6 +289,9 @@ class Literals:
             if name in self.constants:
                 return self.constants[name].value
             full = self.names.full(node)
+            part = self._attribute(chain(node)) if self.namespaces and not full else None
+            if isinstance(part, Scalar):
+                return part.value
             return full if full in {"torch.float16", "torch.bfloat16", "torch.float32"} else UNKNOWN
         if isinstance(node, ast.Subscript):
             part = self._part(node)
@@ -274,6 +310,24 @@ def literals_of(tree: ast.Module, text: str, names: Names) -> Literals:
     if not _last or _last[0][0] is not tree:
         _last[:] = [(tree, Literals(all_nodes(tree), text, names))]
     return _last[0][1]
+
+
+def _namespace_of(value: ast.AST) -> ast.expr | None:
+    """The dictionary of `OmegaConf.create({...})`, or the call itself of `SimpleNamespace(precision=16)`; None for anything else."""
+    if not isinstance(value, ast.Call) or "".join(chain(value.func)[-1:]) not in _NAMESPACES:
+        return None
+    if value.args:
+        is_dict = len(value.args) == 1 and not value.keywords and isinstance(value.args[0], ast.Dict)
+        return value.args[0] if is_dict else None
+    return value if value.keywords and all(k.arg for k in value.keywords) else None
+
+
+def _inside(root: Node | None, path: Sequence[str]) -> Node | None:
+    """What a tree has under these keys."""
+    for key in path:
+        entry = root.entry(key) if isinstance(root, Block) else None
+        root = entry.value if entry is not None else None
+    return root
 
 
 def copied_name(node: ast.AST) -> ast.Name | None:

@@ -9,9 +9,9 @@ from halfstep.precision.node import Block, Scalar
 
 __all__ = ["model_names"]
 
-_KEYS = ("model_name_or_path", "model_name", "model_id", "model")
+_KEYS = ("model_name_or_path", "model_name", "model_id", "model", "base_model")
 _SECTIONS = ("model", "model_args", "model_config", "model_arguments")
-_IN_SECTION = (*_KEYS, "name_or_path", "pretrained_model_name_or_path", "base_model", "name", "path", "id")
+_IN_SECTION = (*_KEYS, "name_or_path", "pretrained_model_name_or_path", "name", "path", "id")
 
 
 def model_names(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from halfstep.check.script.objects.adapters import attachments
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of, returned_by
 from halfstep.check.script.objects.trainers import is_trainer, model_of
@@ -11,7 +12,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["is_always_set", "is_of_untrained", "is_trained"]
+__all__ = ["is_adapted", "is_always_set", "is_of_untrained", "is_trained"]
 
 _MAX_TRAINERS = 12
 
@@ -27,6 +28,13 @@ def is_trained(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether a Trainer certainly gets a model that is loaded with this configuration."""
     own = _loads_with(script, call, function)
     return any(loads and loads <= own for loads in _trained_loads(script))
+
+
+def is_adapted(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether adapters are attached to a model that is loaded with this configuration, as training a quantized model needs them."""
+    own = _loads_with(script, call, function)
+    bases = [script.training.model(site.base, site.function) for site in attachments(script.outline)]
+    return any(not own.isdisjoint(base.loads) for base in bases)
 
 
 def is_always_set(script: Script, call: ast.Call, function: Function) -> bool:

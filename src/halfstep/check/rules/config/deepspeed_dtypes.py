@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, uses_another_engine
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "reduced_alike"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _FP32_MASTERS = "Remove it: the masters are fp32 then."
@@ -98,7 +98,7 @@ class Fp16ReductionUnscaled(DeepSpeedRule):
                 config,
                 ("data_types", "grad_accum_dtype"),
                 "`grad_accum_dtype` is fp16, but bf16 gradients are not scaled and can underflow or overflow in fp16.",
-                instead=f'Set `"grad_accum_dtype": "fp32"`{_reduced_alike(config)}.',
+                instead=f'Set `"grad_accum_dtype": "fp32"`{reduced_alike(config)}.',
             )
 
 
@@ -161,7 +161,7 @@ class AccumulationFormatWithoutZero(DeepSpeedRule):
                 ("data_types", "grad_accum_dtype"),
                 f"`grad_accum_dtype` is {accum_dtype} but the weights are {deepspeed.weights}; without ZeRO, "
                 "DeepSpeed raises NotImplementedError.",
-                instead=f'Set `"zero_optimization": {{"stage": 1}}`{_reduced_alike(config)}.',
+                instead=f'Set `"zero_optimization": {{"stage": 1}}`{reduced_alike(config)}.',
             )
 
 
@@ -189,68 +189,6 @@ class ParameterFormatContradicts(DeepSpeedRule):
                 f"`param_dtype` is {param_dtype}, but this configuration trains {deepspeed.weights} weights; "
                 "DeepSpeed raises an AssertionError.",
                 instead="Remove `param_dtype`.",
-            )
-
-
-_ACCELERATE_STEPS = ("deepspeed_config", "gradient_accumulation_steps")
-
-
-class AccumulationIn16Bits(DeepSpeedRule):
-    """Gradients are accumulated over micro-batches in 16 bits."""
-
-    code = "HS226"
-    name = "accumulation-in-16-bits"
-    severity = "advice"
-    reason = (
-        "If `grad_accum_dtype` is unset, DeepSpeed accumulates in the weight dtype. bf16 has 8 significant bits, so "
-        "contributions are lost once the sum is 256 times larger: with 1024 micro-batches of gradient 1.0 the "
-        "measured mean was 0.25 at every stage, and 1.0 with fp32 accumulation. fp32 accumulation costs 2 more bytes "
-        "per parameter. It is reported from 4 micro-batches on."
-    )
-    bad = (
-        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64, "gradient_clipping": 1}',
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
-        "  zero_stage: 2\n  gradient_accumulation_steps: 64\n  gradient_clipping: 1.0\n",
-    )
-    good = (
-        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64,\n'
-        ' "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32", "gradient_clipping": 1}',
-        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 1}',
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
-        "  zero_stage: 2\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n",
-    )
-    references = (
-        "https://github.com/deepspeedai/DeepSpeed/issues/1800",
-        "https://github.com/deepspeedai/DeepSpeed/issues/2352",
-        "measured: DeepSpeed 0.19.8, 1024 micro-batches, mean 0.25 instead of 1.0 at stages 0 to 3",
-    )
-
-    def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in a DeepSpeed configuration, and in the one that Accelerate's file writes out."""
-        yield from super().check(config)
-        mode, steps = config.value("mixed_precision"), config.number(*_ACCELERATE_STEPS)
-        if config.kind != "accelerate" or mode not in {"bf16", "fp16"} or steps is None or steps < 4:
-            return
-        if config.entry("deepspeed_config", "deepspeed_config_file") is None and not uses_another_engine(config):
-            yield self.at(
-                config,
-                _ACCELERATE_STEPS,
-                f"DeepSpeed accumulates the gradients of {steps:g} micro-batches in {mode}, which loses small contributions.",
-                instead='Use a `deepspeed_config_file` with `"data_types": {"grad_accum_dtype": "fp32"}`.',
-            )
-
-    def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report 4 or more micro-batches without fp32 accumulation."""
-        steps = config.number("gradient_accumulation_steps")
-        unset = config.value("data_types", "grad_accum_dtype") is None
-        if deepspeed.weights in {"bf16", "fp16"} and steps is not None and steps >= 4 and unset:
-            advice = f'Add `"data_types": {{"grad_accum_dtype": "fp32"}}`{_reduced_alike(config)}.'
-            yield self.at(
-                config,
-                ("gradient_accumulation_steps",),
-                f"Gradients of {steps:g} micro-batches are accumulated in {deepspeed.weights}, which loses small "
-                "contributions.",
-                instead=advice if deepspeed.stage else f"{advice} Both need ZeRO stage 1 or above.",
             )
 
 
@@ -381,7 +319,7 @@ class SequenceParallelReduction(DeepSpeedRule):
             yield self.at(config, ("communication_data_type",), message, instead=instead)
 
 
-def _reduced_alike(config: Config) -> str:
+def reduced_alike(config: Config) -> str:
     """The rest of advice to accumulate in fp32: sums that are reduced in 16 bits lose what they gained."""
     return "" if config.entry("communication_data_type") else ' and `"communication_data_type": "fp32"`'
 
@@ -392,7 +330,6 @@ RULES: tuple[type[Rule], ...] = (
     Fp32GradientsIn16Bits,
     AccumulationFormatWithoutZero,
     ParameterFormatContradicts,
-    AccumulationIn16Bits,
     ReductionIn16Bits,
     SixteenBitMasters,
     SequenceParallelReduction,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
-from halfstep.check.config.joint import JointRule, Use
+from halfstep.check.config.joint import JointConfig, JointRule, Use
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
@@ -230,6 +230,11 @@ class ZeroInitWithoutConfig(JointRule):
             if not {k.arg for k in node.keywords} & {"config_dict_or_path", "config", "dtype", None}:
                 message = f"`zero.Init` without a configuration creates fp16 parameters, but this run is {mode}."
                 yield self.finding(use.where(node), message, instead="Pass `config_dict_or_path=`.")
+
+
+def is_named(node: object, config: JointConfig) -> bool:
+    """Whether the `deepspeed=` of a Trainer's arguments is this configuration."""
+    return _names(node, config, config.use)
 
 
 def _names(node: object, config: Config, use: Use) -> bool:

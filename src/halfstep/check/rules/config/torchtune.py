@@ -16,6 +16,8 @@ __all__ = ["RULES"]
 _SOURCE = "https://github.com/pytorch/torchtune/blob/main/"
 _DOCS = "https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html#model-precision"
 _ADAPTER = regex(r"lora|dora", re.IGNORECASE)
+# The models of a recipe: `model`, `policy_model`, `student`; not `teacher_model`, which only gives targets.
+_TRAINED = regex(r"^(?!.*(teacher|ref|reward|frozen|judge|old_))(\w+_)?model$|^(student|policy)$")
 _OPTIMIZER = regex(
     r"^(?:torch\.optim|bitsandbytes\.optim|torchao\.(?:optim|prototype\.low_bit_optim))\.(?!CPUOffload)\w+$"
 )
@@ -23,6 +25,7 @@ _FULL = (
     "model:\n  _component_: torchtune.models.qwen3.qwen3_8b_instruct\n"
     "optimizer:\n  _component_: torch.optim.AdamW\n  lr: 5e-6\ngradient_accumulation_steps: 8\n"
 )
+_TEACHER = "teacher_model:\n  _component_: torchtune.models.qwen3.qwen3_32b\n"
 
 
 class TorchtuneRule(KindRule):
@@ -46,10 +49,12 @@ class TorchtuneBf16Weights(TorchtuneRule):
         _FULL + "dtype: bf16\n",
         _FULL.replace("torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit") + "dtype: bf16\n",
         _FULL.replace("torch.optim.AdamW", "torchao.prototype.low_bit_optim.AdamW8bit") + "dtype: bf16\n",
+        _TEACHER + _FULL.replace("model:", "student_model:") + "dtype: bf16\n",
     )
     good = (
         _FULL + "dtype: fp32\n",
         _FULL.replace("qwen3_8b", "lora_qwen3_8b") + "dtype: bf16\n",
+        _TEACHER + _FULL.replace("qwen3_8b", "lora_qwen3_8b") + "dtype: bf16\n",
         _FULL.replace("torch.optim.AdamW", "torchao.optim.AdamW8bit\n  bf16_stochastic_round: true") + "dtype: bf16\n",
     )
     references = (
@@ -61,11 +66,11 @@ class TorchtuneBf16Weights(TorchtuneRule):
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report bf16 where the model is trained itself, by an optimizer of torch, bitsandbytes or torchao without stochastic rounding."""
         entry = config.entry("dtype")
-        models = [config.value(name, "_component_") for name in ("model", "policy_model")]
-        model = next((value for value in models if isinstance(value, str)), "")
+        names = filter(_TRAINED.search, config.root.keys())
+        models = [model for name in names if isinstance(model := config.value(name, "_component_"), str)]
         optimizer = str(config.value("optimizer", "_component_"))
         rounds = config.value("optimizer", "bf16_stochastic_round") is True
-        full = bool(model) and not _ADAPTER.search(model) and not rounds
+        full = bool(models) and not any(map(_ADAPTER.search, models)) and not rounds
         if entry and full and canonical_name(str(config.value("dtype"))) == "bf16" and _OPTIMIZER.match(optimizer):
             message = (
                 f"`dtype: {config.value('dtype')}` trains bf16 weights with {optimizer} and no fp32 master copy; updates "

@@ -240,15 +240,21 @@ class OverflowingModelConfigured(TrainerRule):
     bad = (
         "model_name_or_path: google/flan-t5-large\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
         "model_name_or_path: google/gemma-3-4b-it\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+        "base_model: google/gemma-3-4b-it\ndatasets:\n  - path: x\nadapter: lora\nfp16: true\nmicro_batch_size: 1\nnum_epochs: 1\n",
     )
     good = (
         "model_name_or_path: google/flan-t5-large\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
         "model_name_or_path: t5-base\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+        "base_model: google/gemma-3-4b-it\ndatasets:\n  - path: x\nadapter: lora\nbf16: true\nmicro_batch_size: 1\nnum_epochs: 1\n",
     )
     references = (
         "https://github.com/huggingface/transformers/issues/23918",
         "https://github.com/huggingface/trl/issues/3236",
     )
+
+    def check(self, config: Config) -> Iterator[Finding]:
+        """The findings in a file of training arguments, also in axolotl's."""
+        yield from self.inspect(config) if config.kind == "axolotl" else super().check(config)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report fp16 next to the name of such a model."""

@@ -18,6 +18,7 @@ from halfstep.check.script.objects.engines import (
     FABRIC,
     engines_of,
     loop_class,
+    trains_in_fp16,
 )
 from halfstep.check.script.objects.expressions import may_be_none
 from halfstep.check.script.objects.training import Trained
@@ -25,7 +26,7 @@ from halfstep.check.script.objects.values import argument, constant, dtypes_of, 
 from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import last_name
+from halfstep.check.script.syntax.names import key_of, last_name
 
 __all__ = ["RULES"]
 
@@ -103,6 +104,12 @@ class HalfWeightsInFramework(ScriptRule):
             elif tie.cast.node.lineno not in reported and (chosen := _chosen_alike(script, tie.cast)):
                 reported.add(tie.cast.node.lineno)
                 yield self._report(script, anchor(script, tie.cast), chosen[0], subject(tie.cast), chosen[1])
+        for model, node in _fitted_models(script):
+            if script.where(node).line not in reported:
+                reported.add(script.where(node).line)
+                guards = conditions_of(script.outline, node)
+                condition = condition_text(guards) if guards else ""
+                yield self._report(script, node, condition, f"`{model}`", "Lightning")
         for model, node, owner in _loose_models(script):
             if script.where(node).line not in reported:
                 yield self._report(script, node, "", f"`{model}`", owner)
@@ -208,6 +215,25 @@ def _loose_models(script: Script) -> Iterator[tuple[str, ast.AST, str]]:
         if any(last_name(name) in prepared_for(script, engine.library, event).names for engine in engines)
     }
     yield from ((model, node, f"`{engines[0].key}`") for model, node in _half_models(script) if model in trained)
+
+
+def _fitted_models(script: Script) -> Iterator[tuple[str, ast.AST]]:
+    """Modules of another file that are cast to float16, and that a Trainer of Lightning then trains with a scaler."""
+    outline = script.outline
+    for call, function in outline.calls.get("fit", ()) if trains_in_fp16(script) else ():
+        model = argument(call, 0, "model")
+        lineage = script.training.model(model, function) if model is not None and key_of(model) else None
+        if (
+            lineage is None
+            or lineage.is_restored
+            or any(last_name(key_of(c.node.func)) in outline.classes for c in lineage.creations)
+        ):
+            continue
+        for cast in lineage.casts:
+            guards = conditions_of(outline, cast.node)
+            is_whole = cast.form == "cast" and cast.formats == {"float16"} and cast.key in {key_of(model), ""}
+            if is_whole and not any(_OTHER_RUNS.search(text) for text, _ in guards) and cast.node.lineno < call.lineno:
+                yield key_of(model), cast.node
 
 
 def _half_models(script: Script) -> Iterator[tuple[str, ast.AST]]:

@@ -239,9 +239,7 @@ def _float16(script: Script, lineage: Lineage) -> Iterator[_Base]:
     loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"}]
     for load in loads:
         options = [keyword_of(outline, load.node, load.function, name) for name in _QUANTIZED]
-        if any(
-            o is not None and constant(o) not in {None, False} and not _may_be_off(load.function, o) for o in options
-        ):
+        if any(not is_idle(outline, o, load.function) and not _may_be_off(load.function, o) for o in options):
             return
     for cast in casts:
         if all(is_true and re.search("cuda|gpu", text) for text, is_true in conditions_of(outline, cast.node)):
@@ -260,14 +258,14 @@ def _compute_dtype(script: Script) -> ast.expr | None:
     """The compute dtype of the quantized model of a script, if it is certainly float16."""
     outline = script.outline
     loads = outline.calls.get("from_pretrained", ())
-    used = [keyword_of(outline, call, function, "quantization_config") for call, function in loads]
+    used = [not is_idle(outline, keyword_of(outline, c, f, "quantization_config"), f) for c, f in loads]
     sites = list(quantizations(script)) if any(used) else []
     values = [(keyword_of(outline, call, function, "bnb_4bit_compute_dtype"), function) for call, function in sites]
     is_float16 = [v is not None and formats_of(outline, v, f) == {"float16"} for v, f in values]
     return values[0][0] if values and all(is_float16) else None
 
 
-def _may_be_off(function: Function, option: ast.expr) -> bool:
+def _may_be_off(function: Function, option: ast.expr | None) -> bool:
     """Whether an option is a parameter, which callers may leave out."""
     default = default_of(function, option.id) if isinstance(option, ast.Name) else None
     return default is not None and constant(default) is None

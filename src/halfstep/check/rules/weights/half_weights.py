@@ -16,7 +16,7 @@ from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import is_amp, scalers_at
 from halfstep.check.script.objects.adapters import upcasts_parameters
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of, loop_class
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -24,6 +24,7 @@ from halfstep.check.script.pairing.scaler_condition import spares_half_weights
 from halfstep.check.script.scaling.stepped import steps_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES", "models_kept_half"]
 
@@ -133,6 +134,9 @@ def _stepped_casts(script: Script) -> Iterator[Event]:
 
 def _is_stepped_plainly(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie steps by itself, not through a scaler or an engine that may keep master weights."""
+    loop = loop_class(script, tie.function.cls) if tie.function.cls else None
+    if loop is not None and loop.precision == "fp16":
+        return False  # through the scaler of Lightning: HS199
     steps = steps_of(script, tie.by, "scaler_step")
     if not all(spares_half_weights(script, e, scalers_at(script, e)) for e in steps):
         return False
@@ -175,16 +179,28 @@ def models_kept_half(script: Script) -> Iterator[KeptHalf]:
     outline = script.outline
     if "fp16" not in outline.strings or not _TYPED.search(script.source.text):
         return
-    for cast, _ in outline.calls.get("float", ()):
+    for cast, function in outline.calls.get("float", ()):
         model = key_of(cast.func.value) if isinstance(cast.func, ast.Attribute) else ""
         guards = conditions_of(outline, cast)
-        if not model or cast.args or not guards or not guards[-1].is_true or not _LIFTED.search(guards[-1].text):
+        if (
+            not _is_clip(script, model, function)
+            or cast.args
+            or not guards
+            or not guards[-1].is_true
+            or not _LIFTED.search(guards[-1].text)
+        ):
             continue
         for scaled, _ in outline.calls.get("scale", ()):
             branch = _branch_of(script, scaled)
             step = _unscaled_step(branch.orelse) if branch is not None else None
             if branch is not None and step is not None:
                 yield KeptHalf(step, cast, model, branch.orelse)
+
+
+def _is_clip(script: Script, model: str, function: Function) -> bool:
+    """Whether a variable is a model that a function for CLIP makes: other models are float32 unless something casts them."""
+    made = [b.value for b in script.outline.bindings.get(model, ()) if b.function is function]
+    return any(isinstance(value, ast.Call) and "clip" in text_of(value.func).lower() for value in made)
 
 
 def _branch_of(script: Script, node: ast.AST) -> ast.If | None:

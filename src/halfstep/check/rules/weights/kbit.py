@@ -10,12 +10,14 @@ from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
-from halfstep.check.script.objects.expressions import conditions_of
+from halfstep.check.script.objects.expressions import conditions_of, may_be_none
 from halfstep.check.script.objects.formats import keyword_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import statements_in
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.trained.idle_flags import is_idle
 
 __all__ = ["RULES"]
 
@@ -91,7 +93,7 @@ class KbitWithoutQuantization(ScriptRule):
             loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_model(script, site.call)]
             key = key_of(call.args[0])  # `self.model`; another load may be for merging
             loads = [site for site in loads if key in _targets(script, site.call)] or loads
-            if len(loads) != 1 or not _is_low(script, *loads[0]):
+            if len(loads) != 1 or not _is_low(script, *loads[0]) or _asks_for_option(script, call, *loads[0]):
                 continue
             effect = _unquantized(script, *loads[0])
             if effect:
@@ -108,8 +110,10 @@ class KbitWithoutQuantization(ScriptRule):
         ):
             return True
         # An earlier return: `if not config.quantized: return model`.
-        leaves = [n for n in ast.walk(function.node) if isinstance(n, ast.If) and n.lineno < call.lineno]
-        if any(isinstance(n.body[-1], (ast.Return, ast.Raise)) and _ASKS.search(text_of(n.test)) for n in leaves):
+        inner = {n for f in script.outline.functions if f.parent is function for n in statements_in(f.node)}
+        leaves = [n for n in statements_in(function.node) if isinstance(n, ast.If) and n not in inner]
+        leaves = [n for n in leaves if n.lineno < call.lineno and isinstance(n.body[-1], (ast.Return, ast.Raise))]
+        if any(_ASKS.search(text_of(n.test)) for n in leaves):
             return True
         sites = script.outline.calls.get(function.name, ()) if depth else ()
         return bool(sites) and all(self._is_asked(script, s.call, s.function, depth - 1) for s in sites)
@@ -118,6 +122,13 @@ class KbitWithoutQuantization(ScriptRule):
 def _is_model(script: Script, call: ast.Call) -> bool:
     name = script.outline.names.full(call.func) or text_of(call.func)
     return re.search(r"(Model|ForConditionalGeneration|ForCausalLM|LMHead)\w*\.from_pretrained$", name) is not None
+
+
+def _asks_for_option(script: Script, prepare: ast.Call, load: ast.Call, function: Function) -> bool:
+    """Whether a test around the preparation asks for what the load gets: `if config is not None:`."""
+    keys = {key_of(keyword_of(script.outline, load, function, name)) for name in _QUANTIZATION} - {""}
+    texts = [guard.text for guard in conditions_of(script.outline, prepare)]
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) for key in keys for text in texts)
 
 
 def _targets(script: Script, call: ast.Call) -> set[str]:
@@ -143,6 +154,9 @@ def _unquantized(script: Script, call: ast.Call, function: Function) -> str:
         is_shown = all(key and outline.values(key, function) for key in spread)
         text = re.sub(r"kbit", "", script.source.text)
         return "the model is loaded without quantization" if is_shown and not _mentions(text) else ""
+    options = [keyword_of(outline, call, function, name) for name in _QUANTIZATION]
+    if all(option is None or constant(option) in (None, False) for option in options):
+        return "the model is loaded without quantization"
     added = [b for key in spread for name in _QUANTIZATION for b in outline.bindings.get(f"{key}[{name!r}]", ())]
     here = set(conditions_of(outline, call))
     if added and all(set(conditions_of(outline, b.node)) - here for b in added):
@@ -160,7 +174,10 @@ def _unquantized(script: Script, call: ast.Call, function: Function) -> str:
             return f"where {'not ' if is_body else ''}`{test}`, the model is not quantized"
     if any(constant(v) is None for v in values[1:]) and len(values) > 2:
         return f"where `{key_of(value)}` is None, the model is not quantized"
-    return ""
+    if constant(value) is ... and is_idle(outline, value, function):
+        return f"`{text_of(value)}` is off by default, and the model is not quantized then"
+    made = next((v for v in values if isinstance(v, ast.Call) and may_be_none(outline, v, function)), None)
+    return f"where `{text_of(made.func)}` returns None, the model is not quantized" if made is not None else ""
 
 
 def _mentions(text: str) -> bool:

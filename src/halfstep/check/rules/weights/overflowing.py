@@ -11,13 +11,14 @@ from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.flow.run_format import OLDER, flag_states, without_bf16
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import keyword_of
 from halfstep.check.script.objects.values import Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
-from halfstep.check.script.trained.defaults import by_default, keyword_by_default
+from halfstep.check.script.trained.defaults import by_default, keyword_by_default, text_by_default
 
 __all__ = ["RULES"]
 
@@ -42,7 +43,16 @@ L.Trainer(precision="{precision}").fit(Tuner(), loader)
 _NOT_MODELS = ("Tokenizer", "Processor", "Config", "FeatureExtractor", "TokenizerFast")
 _ON_GPU = regex(r"^torch\.cuda\.is_available\(\)$|^([\w.]*\.)?((use|has|on|is|with)_)?(gpu|cuda)(_available)?$")
 _OFF_GPU = regex(r"^([\w.]*\.)?(((use|on|is|force)_)?cpu(_only)?|(no|without|disable)_?(gpu|cuda))$")
-_HALF = {16, "16", "16-mixed", "16-true"}
+_HALF: frozenset[object] = frozenset({16, "16", "16-mixed", "16-true"})
+# The argument of an engine that names a precision, and its values for float16.
+_ENGINES: dict[tuple[str, str], tuple[str, frozenset[object]]] = {
+    ("accelerate", "Accelerator"): ("mixed_precision", frozenset({"fp16"})),
+    **{
+        (package, last): ("precision", _HALF)
+        for package in ("lightning", "pytorch_lightning")
+        for last in ("Trainer", "Fabric")
+    },
+}
 
 
 class OverflowingModel(ScriptRule):
@@ -99,11 +109,12 @@ class OverflowingModel(ScriptRule):
         if not names:
             return
         model = " and ".join(f"`{name}`" for name in sorted(names))
-        for node, how in _half_modes(script):
+        for node, how, is_certain in _half_modes(script):
             yield self.finding(
                 script.where(node),
-                f"{model} has activations above 65504, which {how} turns into inf: the loss becomes NaN",
+                f"{'' if is_certain else 'on a GPU without bfloat16 '}{model} has activations above 65504, which {how} turns into inf: the loss becomes NaN",
                 instead="train in bfloat16, or in float32 on a GPU without it",
+                severity=None if is_certain else "advice",
             )
         region = _region_of_training(script, loads[0][0]) if len(loads) == 1 else None
         if region is not None:
@@ -146,15 +157,15 @@ def _region_of_training(script: Script, load: ast.Call) -> Autocast | None:
 
 def _texts(script: Script, node: ast.expr | None, function: Function) -> set[str]:
     """The strings that an argument may be; empty if it may be something else."""
-    key = key_of(node) if node is not None else ""
-    values = [constant(v) for v in script.outline.values(key, function)] if key else [constant(node)]
-    if key and not values and node is not None:
-        values = [by_default(script.outline, node, function)]
+    if node is None:
+        return set()
+    key = key_of(node)
+    values = [text_by_default(script.outline, v, function) for v in (script.outline.values(key, function) or [node])]
     return {v for v in values if isinstance(v, str)} if all(isinstance(v, str) for v in values) else set()
 
 
-def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
-    """The arguments that make a Trainer or an Accelerator compute in float16."""
+def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str, bool]]:
+    """The arguments that make a Trainer or an Accelerator compute in float16, and whether they do on every GPU."""
     outline = script.outline
     for full, sites in outline.library_calls.items():
         package, last = full.split(".")[0], full.rpartition(".")[2]
@@ -162,16 +173,18 @@ def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
             if package in {"transformers", "trl"} and last.endswith(("TrainingArguments", "Config")):
                 node = keyword_by_default(outline, site.call, site.function, "fp16")
                 if node is not None and _is_on(script, node, site.function):
-                    yield node, "fp16"
-            elif package == "accelerate" and last == "Accelerator":
-                node = argument(site.call, None, "mixed_precision")
-                if node is not None and by_default(outline, node, site.function) == "fp16":
-                    yield node, "fp16"
-            elif package in {"lightning", "pytorch_lightning"} and last == "Trainer":
-                node = keyword_of(outline, site.call, site.function, "precision")
-                precision = by_default(outline, node, site.function) if node is not None else None
-                if node is not None and precision in _HALF:
-                    yield node, f"precision {precision!r}"
+                    yield node, "fp16", True
+                elif node is not None and flag_states(outline, node, site.function) == {OLDER}:
+                    yield node, "fp16", False
+            else:
+                name, modes = _ENGINES.get((package, last), ("", frozenset()))
+                node = keyword_of(outline, site.call, site.function, name) if name else None
+                if node is None:
+                    continue
+                if (mode := by_default(outline, node, site.function)) in modes:
+                    yield node, f"{name} {mode!r}", True
+                elif (mode := constant(without_bf16(outline, node, site.function))) in modes:
+                    yield node, f"{name} {mode!r}", False
 
 
 def _is_on(script: Script, node: ast.expr, function: Function) -> bool:

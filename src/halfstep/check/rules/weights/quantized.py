@@ -10,12 +10,19 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.run_format import ON, bf16_run, bf16_weights, fp16_training, is_in_own_run
+from halfstep.check.script.flow.run_format import (
+    ON,
+    bf16_run,
+    bf16_weights,
+    engine_run,
+    fp16_training,
+    is_in_own_run,
+)
 from halfstep.check.script.objects.command_line import Options, stays_here
 from halfstep.check.script.objects.expressions import arms_of, conditions_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.quantized_loads import is_of_untrained
+from halfstep.check.script.quantized_loads import is_adapted, is_of_untrained
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of
@@ -54,6 +61,7 @@ _KNOWN = tuple(f"bnb_4bit_{n}" for n in ("compute_dtype", "quant_type", "use_dou
     f"llm_int8_{n}" for n in ("threshold", "skip_modules", "enable_fp32_cpu_offload", "has_fp16_weight")
 )
 _SETTING = regex(r"(bnb_|llm_int8_)\w+")
+_SIXTEEN = (frozenset({"float16"}), frozenset({"bfloat16"}))
 _BF16_FLAG = regex(r"([\w.]+\.)?(use_)?bf16")
 _OF_FORMAT = regex(r"bf16|bfloat16|fp16|float16|half|precision|dtype|capability|supported|ampere", re.IGNORECASE)
 
@@ -114,6 +122,7 @@ class ComputeDtypeMismatch(ScriptRule):
                         instead="bf16=True, without a loss scale; on a GPU without bfloat16, bnb_4bit_compute_dtype=torch.float16",
                         severity="advice",
                     )
+        yield from self._under_engine(script) if not bf16 and fp16 is None else ()
         if not bf16:
             return
         for call, function in quantizations(script):
@@ -128,6 +137,29 @@ class ComputeDtypeMismatch(ScriptRule):
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
                     instead="bnb_4bit_compute_dtype=torch.bfloat16",
                 )
+
+    def _under_engine(self, script: Script) -> Iterator[Finding]:
+        """A compute dtype that is certainly not the format in which an engine, or a training loop, trains adapters of the model."""
+        sites = list(quantizations(script))
+        computed, run = engine_run(script) if sites else ("", "")
+        for call, function in sites if run else ():
+            value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
+            formats = formats_of(script.outline, value, function) if value is not None else frozenset()
+            if (
+                value is None
+                or formats not in _SIXTEEN
+                or formats == {computed}
+                or not is_adapted(script, call, function)
+            ):
+                continue
+            (own,) = formats
+            effect = ", with a loss scale" if computed == "float16" else ": values above 65504 become inf"
+            yield self.finding(
+                script.where(value),
+                f"the 4-bit layers compute in {own}, but {run}{effect}",
+                instead=f"bnb_4bit_compute_dtype=torch.{computed}{', or train in bf16' if computed == 'float16' else ''}",
+                severity="advice" if computed == "float16" else None,
+            )
 
 
 def _chosen_bf16(script: Script) -> str:

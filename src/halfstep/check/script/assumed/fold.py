@@ -196,6 +196,9 @@ class _Folder(ast.NodeTransformer):
         if isinstance(node, ast.BoolOp):
             return self._joined(node)
         if isinstance(node, (ast.Subscript, ast.Call)) and self._has_settled_key(node):
+            if (entry := self._entry(node)) is not None:
+                self.changed = True
+                return self._marked(entry)
             literal, value = self._literal(node), self._value(node)
             return literal if literal is not node or not _is_plain(value) else self._constant(value, node)
         if isinstance(node, (ast.Compare, ast.UnaryOp)) and self._is_settled(node):
@@ -234,6 +237,23 @@ class _Folder(ast.NodeTransformer):
         return any(
             self._is_settled(a) for a in (*node.args, *(k.value for k in node.keywords), *([own] if own else ()))
         )
+
+    def _entry(self, node: ast.Subscript | ast.Call) -> ast.expr | None:
+        """The entry of `{"nf4": BitsAndBytesConfig(...), "fp16": None}[setting]`, written in place, or None of a table, also by `get`."""
+        is_get = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" and len(node.args) == 1
+        if isinstance(node, ast.Subscript):
+            table, index = node.value, node.slice
+        elif is_get and isinstance(node.func, ast.Attribute) and not node.keywords:
+            table, index = node.func.value, node.args[0]
+        else:
+            return None
+        key, entries = self._value(index), self.constants.table(table, self.function)
+        if not _is_plain(key) or entries is None or (key not in entries and not is_get):
+            return None
+        entry, _ = entries.get(key, (ast.Constant(None), self.function))
+        if isinstance(entry, ast.Constant) and entry.value is None:
+            return ast.copy_location(ast.Constant(None), node)
+        return entry if isinstance(table, ast.Dict) else None
 
     def _literal(self, node: ast.expr) -> ast.expr:
         """The literal that a variable, an entry or a result stands for, if that depends on the setting."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.regex import regex
 from halfstep.check.script.objects.choices import field_defaults, strings_of
@@ -22,21 +23,25 @@ from halfstep.check.script.syntax.scope import CallSite, default_of
 __all__ = [
     "COMPUTES",
     "FORMAT_NAMES",
+    "OLDER",
     "ON",
     "OPTION",
     "bf16_run",
     "bf16_weights",
     "computed_formats",
+    "engine_run",
     "flag_states",
     "fp16_training",
     "is_in_own_run",
     "names_other_format",
+    "without_bf16",
 ]
 
 _ARGUMENTS = ("TrainingArguments", "Config")
 _TRAINERS = frozenset({"trl", "transformers", "unsloth", "optimum", "sentence_transformers"})
 # The states of a flag, from certain to unlikely.
 ON, DEFAULT, GPU, OPTION, OFF = "on", "on by default", "on where the GPU supports it", "on by an option", "off"
+OLDER = "on where the GPU has no bfloat16"
 _ORDER = (ON, DEFAULT, GPU, OPTION)
 _WHEN = {
     ON: "trains in bf16",
@@ -44,6 +49,12 @@ _WHEN = {
     GPU: "trains in bf16 where the GPU supports it",
     OPTION: "trains in bf16 if it is turned on",
 }
+_LIGHTNING = {"lightning", "pytorch_lightning"}
+_MODES = {
+    "fp16": "float16", "16-mixed": "float16", "16": "float16",
+    "bf16": "bfloat16", "bf16-mixed": "bfloat16",
+}  # fmt: skip
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 _BF16 = regex(r"bf16|bfloat16", re.IGNORECASE)
 _SUPPORT = regex(r"is_b(?:f|float)16_supported$|is_torch_bf16|bf16_(?:gpu_)?available$|cuda\.is_available$")
 _CAPABILITY = regex(r"get_device_capability\(|^\(?(?:major|capability|cc)\b")
@@ -90,17 +101,17 @@ def _all_of(parts: list[States]) -> States:
     if frozenset({OFF}) in parts:
         return frozenset({OFF})
     states = frozenset().union(*parts)
-    rarest = next((s for s in (OPTION, UNKNOWN, GPU, DEFAULT) if s in states), ON)
+    rarest = next((s for s in (OPTION, UNKNOWN, OLDER, GPU, DEFAULT) if s in states), ON)
     return frozenset({rarest})
 
 
 def _any_of(parts: list[States]) -> States:
     states = frozenset().union(*parts)
-    return frozenset({next((s for s in _ORDER if s in states), UNKNOWN if UNKNOWN in states else OFF)})
+    return frozenset({next((s for s in (*_ORDER, UNKNOWN, OLDER) if s in states), OFF)})
 
 
 def _inverted(states: States) -> States:
-    opposite = {ON: OFF, OFF: ON, DEFAULT: OPTION, OPTION: DEFAULT}
+    opposite = {ON: OFF, OFF: ON, DEFAULT: OPTION, OPTION: DEFAULT, GPU: OLDER, OLDER: GPU}
     return frozenset(opposite.get(state, UNKNOWN) for state in states)
 
 
@@ -108,6 +119,8 @@ def _compared(outline: Outline, node: ast.Compare, function: Function) -> States
     """A test of the GPU's compute capability, or of an option with a list of choices."""
     if _CAPABILITY.search(text_of(node)) and isinstance(node.ops[0], (ast.GtE, ast.Gt)):
         return frozenset({GPU})
+    if _CAPABILITY.search(text_of(node)) and isinstance(node.ops[0], (ast.Lt, ast.LtE)):
+        return frozenset({OLDER})
     wanted = constant(node.comparators[0])
     if len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq) or not isinstance(wanted, str):
         return frozenset({UNKNOWN})
@@ -178,7 +191,33 @@ def _option_states(outline: Outline, node: ast.Attribute, function: Function) ->
     defaults = field_defaults(outline, node.attr)
     if not 0 < len(defaults) <= MAX_VALUES:
         return frozenset({UNKNOWN})
+    if _keeps_default(outline, node.attr):
+        return frozenset().union(*(flag_states(outline, d, function, 1) for d in defaults))
     return frozenset().union(*(_declared(flag_states(outline, d, function, 1), node.attr) for d in defaults))
+
+
+def _keeps_default(outline: Outline, name: str) -> bool:
+    """Whether this file creates the class of a field from its options, and has none for this field: `Config(lr=args.lr)`."""
+    owners = [outline.parents.get(b.node) for b in outline.bindings.get(name, ())]
+    classes = {owner.name for owner in owners if isinstance(owner, ast.ClassDef)}
+    sites = [site.call for cls in classes for site in outline.calls.get(cls, ())]
+    is_listed = all(c.keywords and not c.args and {None, name}.isdisjoint({k.arg for k in c.keywords}) for c in sites)
+    if not sites or not is_listed or any(key.endswith(f".{name}") for key in outline.bindings):
+        return False
+    every = (site.call for calls in outline.calls.values() for site in calls)
+    return not any(key_of(argument) in classes for call in every for argument in call.args)  # a parser fills it
+
+
+def without_bf16(outline: Outline, node: ast.expr, function: Function, depth: int = 3) -> ast.expr:
+    """What an expression is on a GPU without bfloat16: `"fp16"` of `"bf16" if torch.cuda.is_bf16_supported() else "fp16"`."""
+    values = outline.sources(key_of(node), function) if isinstance(node, ast.Name) and depth else []
+    if len(values) == 1:
+        return without_bf16(outline, *values[0], depth - 1)
+    if not isinstance(node, ast.IfExp):
+        return node
+    states = flag_states(outline, node.test, function)
+    chosen = node.orelse if states == {GPU} else node.body if states == {OLDER} else None
+    return without_bf16(outline, chosen, function, depth) if chosen is not None else node
 
 
 def _is_arguments(script: Script, site: CallSite) -> bool:
@@ -211,11 +250,40 @@ def bf16_run(script: Script, own: Function | None = None) -> tuple[str, str]:
                 state = OPTION if UNKNOWN not in states else ""
             if state and (state == ON or _is_arguments(script, site)):
                 best = _better(best, (state, f"line {node.lineno} {_WHEN[state]}"))
-    for last in ("Accelerator", "Fabric"):
-        for call, function in outline.calls.get(last, ()):
-            node = keyword_of(outline, call, function, "mixed_precision", "precision")
-            best = _better(best, _by_name(script, node, function)) if node is not None else best
+    for node, function in _engine_precisions(script, ("Accelerator", "Fabric")):
+        best = _better(best, _by_name(script, node, function))
     return best
+
+
+def _engine_precisions(script: Script, names: tuple[str, ...]) -> Iterator[tuple[ast.expr, Function]]:
+    """The precision of each engine with one of these names; a Trainer is Lightning's."""
+    outline = script.outline
+    for last in names:
+        for call, function in outline.calls.get(last, ()):
+            is_own = last != "Trainer" or outline.names.full(call.func).split(".")[0] in _LIGHTNING
+            node = keyword_of(outline, call, function, "mixed_precision", "precision") if is_own else None
+            if node is not None:
+                yield node, function
+
+
+def engine_run(script: Script) -> tuple[str, str]:
+    """The format that an engine or the autocast regions of a training loop certainly compute in, and a sentence; "" and "" if that is open."""
+    nodes = list(_engine_precisions(script, ("Accelerator", "Fabric", "Trainer")))
+    modes = [
+        {str(constant(node))} if constant(node) is not ... else strings_of(script.outline, node, function)
+        for node, function in nodes
+    ]
+    formats = {_MODES.get(mode, UNKNOWN) for each in modes for mode in each}
+    if formats:
+        name = formats.pop() if len(formats) == 1 else UNKNOWN
+        return ("", "") if name == UNKNOWN else (name, f"{script.at(nodes[0][0])} trains in {_SHORT[name]}")
+    regions = script.autocasts if "backward" in script.outline.calls else ()
+    formats = {name for region in regions for name in region.dtypes}
+    is_certain = all(a.enabled == "yes" and a.device in {"cuda", None} for a in regions)
+    name = formats.pop() if len(formats) == 1 and is_certain else UNKNOWN
+    if name not in _SHORT or (name == "float16" and not script.scalers):
+        return "", ""
+    return name, f"{script.at(regions[0].node)} trains under {name} autocast"
 
 
 def is_in_own_run(script: Script, function: Function) -> bool:

@@ -340,7 +340,9 @@ def _may_return_none(outline: Outline, node: ast.expr, function: Function) -> bo
     is_error = [any(isinstance(above, ast.ExceptHandler) for above in outline.above(n)) for n in empty]
     last = target.body[-1]
     is_open = isinstance(last, ast.If) and not last.orelse
-    return len(empty) < len(returns) and (is_open or not all(is_error))
+    if len(empty) == len(returns):  # as in the script for one value of a setting, without the other branches
+        return not isinstance(last, (ast.Raise, ast.Expr))
+    return is_open or not all(is_error)
 
 
 def makes_configuration(outline: Outline, call: ast.Call, function: Function) -> bool:

@@ -229,6 +229,21 @@ class Constants:
             )
         return declared or self._property(cls, name)
 
+    def _fields(self, owner: ast.expr, function: Function) -> dict[object, Scoped] | None:
+        """The fields of an object of a dataclass of this file: `asdict(config)`; one without a known value stands for itself."""
+        cls, made = self._object(owner, function)
+        body = next(
+            (c.body for c in getattr(self.outline.module.node, "body", ()) if getattr(c, "name", "") == cls), ()
+        )
+        names = [s.target.id for s in body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+        own: dict[object, Scoped] = {}
+        for name in names if cls and not self.outline.bases.get(cls) else ():
+            own[name] = self._field(name, key_of(owner), cls, made) or (
+                ast.copy_location(ast.Attribute(owner, name, ast.Load()), owner),
+                function,
+            )
+        return own or None
+
     def _declared(self, name: str, cls: str) -> Scoped | None:
         """The default of a field in the body of a class."""
         fields = [
@@ -307,6 +322,8 @@ class Constants:
     def table(self, node: ast.expr, function: Function) -> dict[object, Scoped] | None:
         """The entries of a dictionary that nothing changes; None for anything else."""
         key = key_of(node)
+        if isinstance(node, ast.Call) and key_of(node.func).rsplit(".", 1)[-1] == "asdict" and len(node.args) == 1:
+            return self._fields(node.args[0], function)
         if isinstance(node, (ast.Dict, ast.Call)):
             return self._entries(node, function)
         source = self.source(node, function) if key and not self._is_changed(key) else None

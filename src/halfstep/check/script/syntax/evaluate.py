@@ -1,4 +1,4 @@
-"""The value of an expression of literals: comparisons, `and`, `or`, `not`, conditional expressions, the case of strings.
+"""The value of an expression of literals: comparisons, `and`, `or`, `not`, conditional expressions, the case and the parts of strings.
 
 Whatever else it contains is up to the caller, who passes a function for it: the value of a parameter, of a setting, of a
 variable that is assigned once.
@@ -34,6 +34,14 @@ def value_of(node: ast.expr, leaf: Callable[[ast.expr], object]) -> object:
         return OPEN if test is OPEN else value_of(node.body if test else node.orelse, leaf)
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return _compared(node.ops[0], value_of(node.left, leaf), value_of(node.comparators[0], leaf))
+    if isinstance(node, ast.JoinedStr):
+        parts = [value_of(part, leaf) for part in node.values]
+        return OPEN if OPEN in parts else "".join(map(str, parts))
+    if isinstance(node, ast.FormattedValue) and node.conversion == -1 and node.format_spec is None:
+        return value_of(node.value, leaf)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = value_of(node.left, leaf), value_of(node.right, leaf)
+        return left + right if isinstance(left, str) and isinstance(right, str) else leaf(node)
     value = _called(node, leaf) if isinstance(node, ast.Call) and not node.keywords else OPEN
     return leaf(node) if value is OPEN else value
 

@@ -18,7 +18,7 @@ from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import default_of
 
-__all__ = ["by_default", "keyword_by_default", "option_default"]
+__all__ = ["by_default", "keyword_by_default", "option_default", "text_by_default"]
 
 MAX_STEPS = 4  # from variable to variable
 
@@ -46,6 +46,15 @@ def by_default(outline: Outline, node: ast.expr, function: Function, depth: int 
     return value_of(node, lambda leaf: _leaf(outline, leaf, function, depth))
 
 
+def text_by_default(outline: Outline, node: ast.expr, function: Function) -> object:
+    """A string in such a run, with "?" for the parts of `f"google/gemma-3-{size}"` that the text does not decide."""
+    value = by_default(outline, node, function)
+    if value is OPEN and isinstance(node, ast.JoinedStr):
+        parts = [by_default(outline, part, function) for part in node.values]
+        return "".join("?" if part is OPEN else str(part) for part in parts)
+    return value
+
+
 def _leaf(outline: Outline, node: ast.expr, function: Function, depth: int) -> object:
     key = key_of(node)
     if not key or not depth:
@@ -61,7 +70,10 @@ def _leaf(outline: Outline, node: ast.expr, function: Function, depth: int) -> o
     values = outline.values(key, function) if key in outline.bindings else []
     if values:
         return by_default(outline, values[0], function, depth - 1) if len(values) == 1 else OPEN
-    return option_default(outline, last_name(key)) if isinstance(node, ast.Attribute) else OPEN
+    default = option_default(outline, last_name(key)) if isinstance(node, ast.Attribute) else OPEN
+    fields = field_defaults(outline, last_name(key)) if isinstance(node, ast.Attribute) and default is OPEN else []
+    # `name = f"google/gemma-{size}-it"` in the body of a class
+    return by_default(outline, fields[0], outline.module, depth - 1) if len(fields) == 1 else default
 
 
 def keyword_by_default(outline: Outline, call: ast.Call, function: Function, name: str) -> ast.expr | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.script.objects.choices import field_defaults
+from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import default_of
 
 __all__ = ["is_idle"]
 
@@ -18,7 +20,7 @@ _DEPTH = 4
 def is_idle(outline: Outline, value: ast.expr | None, function: Function, depth: int = _DEPTH) -> bool:
     """Whether a flag is False or None in a run that sets no option: `args.fp16` of a `store_true`, a field `fp16: bool = False`.
 
-    Also through variables, `bool(...)`, and an object that this file creates with it: `Config(fp16=args.fp16)`.
+    Also through variables, parameters, `bool(...)`, functions of this file, and an object that it creates with it: `Config(fp16=args.fp16)`.
     """
     if value is None or constant(value) in _OFF:
         return True
@@ -28,9 +30,16 @@ def is_idle(outline: Outline, value: ast.expr | None, function: Function, depth:
         inner = value.args[0] if key_of(value.func) == "bool" and len(value.args) == 1 else None
         is_read = key_of(value.func) == "getattr" and len(value.args) == 3
         read = ast.Attribute(value.args[0], str(constant(value.args[1])), ast.Load()) if is_read else inner
-        return read is not None and is_idle(outline, read, function, depth - 1)
+        if read is None:
+            target = outline.call_target(value, function)
+            if target is None or target.name == "__init__":
+                return False
+            return all(is_idle(outline, r, target, depth - 1) for r in returned_by(target))
+        return is_idle(outline, read, function, depth - 1)
     if isinstance(value, ast.Name):
-        sources = outline.sources(value.id, function)
+        sources = [*outline.sources(value.id, function)]
+        own = default_of(function, value.id) if value.id in function.params else None
+        sources += [(own, function)] if own is not None else []
         return bool(sources) and all(is_idle(outline, v, scope, depth - 1) for v, scope in sources)
     if not isinstance(value, ast.Attribute):
         return False

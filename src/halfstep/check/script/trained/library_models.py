@@ -16,6 +16,7 @@ _OPEN_CLIP = {
     "open_clip.create_model_and_transforms",
     "open_clip.create_model_from_pretrained",
 }
+_FLAGS = {"rudalle.get_rudalle_model": "fp16", "rudalle.dalle.get_rudalle_model": "fp16"}  # that make weights float16
 _PRECISIONS = {"fp16": "float16", "pure_fp16": "float16", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
 
 
@@ -31,4 +32,5 @@ def library_formats(outline: Outline, call: ast.Call, function: Function) -> fro
     if full in _OPEN_CLIP:
         precision = constant(argument(call, 2, "precision"))
         return frozenset({_PRECISIONS[precision]}) if precision in _PRECISIONS else frozenset()
-    return frozenset()
+    flag = argument(call, None, _FLAGS[full]) if full in _FLAGS else None
+    return frozenset({"float16"}) if constant(flag) is True else frozenset()
