@@ -11,6 +11,7 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.objects.engines import ACCELERATE, FABRIC, engine_at
+from halfstep.check.script.scaling.prepared_lists import spread
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import Function
@@ -40,7 +41,9 @@ def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepar
             engine = engine_at(script, owner, function) if owner else None
             if engine is None or engine.library != library:
                 continue
-            arguments = [*call.args, *(k.value for k in call.keywords)]
+            passed = [*call.args, *(k.value for k in call.keywords)]
+            spreads = [part for argument in passed for part in spread(script.outline, argument, function)]
+            arguments = [part for part in spreads if part is not None]
             parent = script.outline.parents.get(call)
             targets = parent.targets if isinstance(parent, ast.Assign) else []
             parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
@@ -48,7 +51,7 @@ def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepar
             # `loader = prepare(make_loader())`: what the call prepares has the name of its target.
             is_named = len(parts) == len(arguments) and all(map(key_of, parts))
             is_plain = all(key_of(a) or isinstance(a, ast.Constant) or (is_named and _makes(a)) for a in arguments)
-            is_plain &= not any(isinstance(t, ast.Starred) for t in parts)
+            is_plain &= None not in spreads and not any(isinstance(t, ast.Starred) for t in parts)
             calls.append((function, Prepared(frozenset(names), is_plain)))
     return tuple(calls)
 
