@@ -34,6 +34,7 @@ from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.attached_schedules import attached_schedules, processed_steps
 from halfstep.check.script.scaling.finite_tests import tests_norm
+from halfstep.check.script.scaling.lightning_schedules import stepwise_schedules
 from halfstep.check.script.scaling.positions import is_position
 from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.scaling.scale_tests import never_float16, reads_scale, same_scales, settled_by
@@ -89,7 +90,7 @@ class SchedulerIgnoresSkips(TraceRule):
         "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
         "rate that the script computes itself, or with `scheduler(step)`, from a number of iterations, their share of an epoch or a counter "
         "that it increments after `scaler.step`. An Accelerator waits with the schedules that it prepares, unless step_scheduler_with_optimizer=False; "
-        "Fabric does not."
+        'Fabric does not, nor does the Trainer of Lightning with a schedule whose interval is "step".'
     )
     bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (
@@ -104,11 +105,19 @@ class SchedulerIgnoresSkips(TraceRule):
     references = (
         "https://github.com/pytorch/pytorch/issues/44511",
         "https://github.com/pytorch/pytorch/issues/55585",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/5558",
     )
     kinds = ("sched_step",)
+    lines = ("configure_optimizers",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Schedules that advance, and learning rates that a loop without one computes itself."""
+        for node in stepwise_schedules(script):
+            yield self.finding(
+                script.where(node),
+                "in float16 the Trainer of Lightning advances this schedule in each iteration, also when its scaler skips the optimizer step",
+                instead="override lr_scheduler_step to compare the scale, or train in bf16-mixed",
+            )
         reported = list(super().check(script))
         yield from reported
         # In bfloat16 gradients do not overflow.

@@ -44,6 +44,7 @@ _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
+_ASKS_CUDA = regex(r"(torch\.)?cuda\.is_available\(\)|(torch\.)?cuda\.device_count\(\) > 0")
 _ASKS_FP16 = regex(r"mixed_precision (==|in) [\[({]?['\"]fp16['\"]")
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
 _WITHOUT = regex(
@@ -375,6 +376,8 @@ def _with_default(script: Script, call: ast.Call, function: Function, name: str)
     if node is not None and key_of(node) and key_of(node) not in function.params:
         values = script.outline.values(key_of(node), function)
         node = values[0] if len(values) == 1 else node
+    if isinstance(node, ast.IfExp) and _ASKS_CUDA.fullmatch(ast.unparse(node.test)):
+        node = node.body
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
         node = argument(node, 1, "default")
     return constant(node) if node is not None else None
