@@ -1,6 +1,8 @@
 """Schedules that the Trainer of Lightning advances in each iteration, whether or not its GradScaler has skipped the step.
 
-return {"optimizer": optimizer, "lr_scheduler": {"scheduler": OneCycleLR(...), "interval": "step"}}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": OneCycleLR(...), "interval": "step"}}
+
+Only such an interval counts iterations: by default a schedule advances once per epoch.
 """
 
 from __future__ import annotations
