@@ -80,3 +80,9 @@ def test_an_option_that_offers_float16():
     text = 'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--precision", choices={})\nargs = parser.parse_args()'
     offers = [["16-mixed", "bf16-mixed"], ["32-true", "bf16-mixed"]]
     assert [len(reported(before=text.format(o), precision="args.precision")) for o in offers] == [1, 0]
+
+
+def test_the_default_of_an_option():
+    """A run without options scales the loss, whether or not the option names its choices."""
+    text = 'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--precision", type=int, default={})\nargs = parser.parse_args()'
+    assert [len(reported(before=text.format(d), precision="args.precision")) for d in (16, 32)] == [1, 0]

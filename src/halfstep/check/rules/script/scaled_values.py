@@ -40,6 +40,8 @@ from halfstep.check.script.syntax.returned import created_by
 
 __all__ = ["RULES"]
 
+_RUNS = {"wandb", "wandb.init"}
+_LOGGERS = regex(r"^wandb(\.init)?$|Logger$")
 _SHORT = 40  # characters of an expression that a message quotes
 _SCALE_NAME = regex(r"loss_?scale$", re.IGNORECASE)
 
@@ -244,7 +246,8 @@ def _watching(script: Script) -> Iterator[ast.Call]:
     for call, function in sites:
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
         names = created_by(script.outline, owner, function) if owner is not None else []
-        is_run = bool(names) and all(n in {"wandb", "wandb.init"} or n.endswith(".WandbLogger") for n in names)
+        # Of several loggers only that of W&B has the method.
+        is_run = any(n in _RUNS or n.endswith(".WandbLogger") for n in names) and all(map(_LOGGERS.search, names))
         position = 1 if any(n.endswith(".WandbLogger") for n in names) else 2
         log = argument(call, position, "log")
         is_logged = log is None or constant(log) in {"all", "gradients"}
