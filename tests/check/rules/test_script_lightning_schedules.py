@@ -84,5 +84,6 @@ def test_an_option_that_offers_float16():
 
 def test_the_default_of_an_option():
     """A run without options scales the loss, whether or not the option names its choices."""
-    text = 'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--precision", type=int, default={})\nargs = parser.parse_args()'
-    assert [len(reported(before=text.format(d), precision="args.precision")) for d in (16, 32)] == [1, 0]
+    text = 'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--precision", default={})\nargs = parser.parse_args()'
+    defaults = (16, '"16-mixed"', 32, '"bf16-mixed"')
+    assert [len(reported(before=text.format(d), precision="args.precision")) for d in defaults] == [1, 1, 0, 0]

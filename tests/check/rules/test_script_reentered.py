@@ -70,10 +70,17 @@ def test_one_object_entered_twice(parts, line):
         {"create": "ctx = functools.partial(torch.autocast, 'cuda')", "inner": "ctx()", "outer": "ctx()"},
         {"create": f"ctx = {CREATE}\nother = {CREATE}", "inner": "other"},
         {"create": "ctx = contextlib.nullcontext()"},
-        {"create": f"ctx = {CREATE}\noff = torch.autocast('cuda', enabled=False)", "inside": "with off: validate(model, x)"},
+        {
+            "create": f"ctx = {CREATE}\noff = torch.autocast('cuda', enabled=False)",
+            "inside": "with off: validate(model, x)",
+        },
         {"inside": "model.register_forward_hook(validate)"},
         {"inside": "jobs.append(functools.partial(validate, model))"},
-        {"param": ", ctx=None", "inside": f"validate(model, x, {CREATE})", "main": "train(model, loader, optimizer, ctx)"},
+        {
+            "param": ", ctx=None",
+            "inside": f"validate(model, x, {CREATE})",
+            "main": "train(model, loader, optimizer, ctx)",
+        },
     ],
 )
 def test_objects_that_are_not_active(parts):

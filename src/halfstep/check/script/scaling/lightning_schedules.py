@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.regex import regex
 from halfstep.check.script.objects.engines import lightning_methods, loop_class, trains_in_fp16
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -17,13 +18,17 @@ from halfstep.check.script.script import Script
 __all__ = ["stepwise_schedules"]
 
 _OWN_STEP = ("def lr_scheduler_step", "def optimizer_step", "deepspeed", "DeepSpeed")
+_NAMED = regex(r"['\"]16(-mixed)?['\"]")
 _PLATEAU = "ReduceLROnPlateau"  # follows a metric, not a number of steps
 
 
 def stepwise_schedules(script: Script) -> Iterator[ast.AST]:
     """Where `configure_optimizers` asks for a schedule that advances per step, in a file whose Trainers scale the loss."""
-    if any(word in script.source.text for word in _OWN_STEP) or not trains_in_fp16(script):
+    text = script.source.text
+    if any(word in text for word in _OWN_STEP) or not trains_in_fp16(script):
         return
+    if script.is_assumed and not _NAMED.search(text):
+        return  # an option that could be set to any precision
     for method in lightning_methods(script):
         owner = loop_class(script, method.cls) if method.name == "configure_optimizers" else None
         if owner is not None and owner.base == "automatic" and _PLATEAU not in text_of(method.node):  # type: ignore[arg-type]
