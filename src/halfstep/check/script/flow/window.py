@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import combinations, takewhile
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import leaves_block
@@ -27,10 +27,12 @@ __all__ = [
     "Window",
     "abandons",
     "accumulated_over",
+    "alternatives",
     "branched",
     "contexts_before",
     "depth_without_optimizers",
     "is_trial",
+    "last_of_window",
     "length_of",
     "micro_batches",
     "targets_of",
@@ -267,6 +269,29 @@ def _slices(loop: ast.AST) -> str:
         for node in ast.walk(statement)
     )
     return f"{total} / {size}" if start == "0" and is_sliced and _PART.search(size) else ""
+
+
+def alternatives(events: list[Event]) -> bool:
+    """Whether at most one of some events happens in an iteration: the branches with and without AMP."""
+    return bool(events) and not any(compatible(a, b) for a, b in combinations(events, 2))
+
+
+def last_of_window(trace: Trace, index: int) -> tuple[Guard, Event] | None:
+    """The condition under which a clearing, a backward and a step follow each other, and that step.
+
+    The other branch computes the gradients of the other micro-batches: `if last: clear, backward, step` and `else: backward`.
+    """
+    event = trace[index]
+    near = [e for e in trace if e.loops == event.loops and e.kind in {*_BACKWARDS, *STEPS, "zero_grad"}]
+    for guard in event.accumulating:
+        own = [e for e in near if guard in e.guards]
+        rest = own[own.index(event) + 1 :]
+        others = {e.kind for e in near if guard.opposite in e.guards}
+        is_start = not any(e.kind in STEPS for e in own[: own.index(event)])
+        kinds = [e.kind in STEPS for e in rest[:2]]
+        if is_start and kinds == [False, True] and rest[0].kind in _BACKWARDS and others and others <= {*_BACKWARDS}:
+            return guard, rest[1]
+    return None
 
 
 def micro_batches(loop: ast.AST) -> str:
