@@ -80,10 +80,8 @@ def _again(script: Script, event: Event) -> Reentered | None:
 def _inside(script: Script, outer: ast.AST, event: Event) -> list[ast.AST]:
     """The calls inside a region that led to an event."""
     block = script.statement(outer)
-    roots = list(event.roots)
-    while roots and block not in script.above(roots[0]):
-        roots.pop(0)
-    return roots
+    inside = (n for n, root in enumerate(event.roots) if any(above is block for above in script.above(root)))
+    return list(event.roots[next(inside, len(event.roots)) :])
 
 
 def _is_off(region: Region) -> bool:
@@ -112,16 +110,17 @@ def _object(script: Script, node: ast.AST, function: Function, depth: int = MAX_
         made = {_object(script, value, caller, depth - 1) for value, caller in outline.passed(key, function)}
         return made.pop() if len(made) == 1 else None
     bound = outline.lookup(key, function) if key.isidentifier() or key.startswith("self.") else []
-    if len(bound) != 1 or bound[0].index is not None or bound[0].value is None:
+    value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
+    if value is None:
         return None
     binding, scope = bound[0], function
     while key.isidentifier() and scope is not binding.function:
         if scope.parent is None:
             return None  # a variable of the same name in another function
         scope = scope.parent
-    if any(isinstance(arm, ast.Call) and outline.names.full(arm.func) in AUTOCASTS for arm in arms_of(binding.value)):
+    if any(isinstance(arm, ast.Call) and outline.names.full(arm.func) in AUTOCASTS for arm in arms_of(value)):
         return binding.node
-    return _object(script, binding.value, binding.function, depth - 1)
+    return _object(script, value, binding.function, depth - 1)
 
 
 def _through_calls(script: Script, event: Event, events: list[Event]) -> Iterator[Reentered]:

@@ -31,7 +31,7 @@ def stepwise_schedules(script: Script) -> Iterator[ast.AST]:
         return  # an option that could be set to any precision
     for method in lightning_methods(script):
         owner = loop_class(script, method.cls) if method.name == "configure_optimizers" else None
-        if owner is not None and owner.base == "automatic" and _PLATEAU not in text_of(method.node):  # type: ignore[arg-type]
+        if owner is not None and owner.base == "automatic" and _PLATEAU not in text_of(method.node):
             yield from _per_step(method.node)
 
 

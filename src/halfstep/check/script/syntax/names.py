@@ -123,7 +123,7 @@ def called_key(func: ast.expr) -> str:
     if key:
         return key
     if isinstance(func, ast.Attribute):
-        func, method = func.value, f".{func.attr}"
+        method, func = f".{func.attr}", func.value
     inner = func.args[0] if isinstance(func, ast.Call) and len(func.args) == 1 else None
     is_unwrapped = isinstance(func, ast.Call) and _UNWRAPS.search(last_name(key_of(func.func)))
     return key_of(inner) + method if is_unwrapped and key_of(inner) else ""
