@@ -1,9 +1,11 @@
 """Reading and checking small scripts in tests."""
 
+from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of, words_of_rules
-from halfstep.check.runner import with_usable_fix
+from halfstep.check.runner import check_document, with_usable_fix
 from halfstep.check.script.script import Script, read_script
+from halfstep.check.select import Selection
 
 RULES = rules_of("script")
 
@@ -18,6 +20,12 @@ def findings(text: str, *codes: str):
     facts = script(text)
     rules = [rule for rule in RULES if not codes or rule.code in codes]
     return [with_usable_fix(f, facts.source) for rule in rules for f in rule().check(facts)]
+
+
+def checked(text: str, code: str) -> list[int]:
+    """The lines of one rule, also in single values of a precision setting and in simulated runs."""
+    document = read_document("train.py", text.encode(), "python")
+    return [f.line for f in check_document(document, Settings(), Selection()) if f.code == code]
 
 
 def codes(text: str) -> list[str]:

@@ -51,7 +51,7 @@ FIXABLE = frozenset({
 PER_VALUE = frozenset({
     "HS101", "HS102", "HS103", "HS104", "HS105", "HS106", "HS107", "HS108", "HS109", "HS110", "HS111", "HS112", "HS114", "HS115",
     "HS116", "HS118", "HS120", "HS123", "HS136", "HS145", "HS151", "HS154", "HS156", "HS157", "HS158", "HS160", "HS161", "HS164", "HS166", "HS168", "HS175", "HS185", "HS186",
-    "HS198", "HS199", "HS277", "HS611", "HS612",
+    "HS196", "HS198", "HS199", "HS277", "HS611", "HS612",
 })  # fmt: skip
 
 

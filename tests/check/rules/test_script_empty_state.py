@@ -45,6 +45,10 @@ def resumed(enabled="args.amp", load=LOAD, state="scaler.state_dict()"):
         {"load": f"if args.amp and 'scaler' in checkpoint: {LOAD}"},
         {"load": f"if checkpoint['scaler'] is not None: {LOAD}"},
         {"load": "scaler.load_state_dict(checkpoint.get('scaler'))"},
+        {"enabled": "not args.disable_amp"},
+        {"enabled": "not (args.dtype == 'bf16' and torch.cuda.is_bf16_supported())"},
+        {"load": f"args.start_epoch = checkpoint['epoch']; {LOAD}"},
+        {"load": f"args.lr = checkpoint['args'].lr; {LOAD}"},
     ],
 )
 def test_an_empty_state_is_loaded(options):
@@ -63,6 +67,9 @@ def test_an_empty_state_is_loaded(options):
         {"load": f"if len(checkpoint['scaler']) > 0: {LOAD}"},
         {"load": f"if checkpoint['args'].amp and args.amp: {LOAD}"},
         {"load": f"args = checkpoint['args']; {LOAD}"},
+        {"load": f"args.amp = checkpoint['amp']; {LOAD}"},
+        {"load": f"args.dtype = checkpoint['dtype']; {LOAD}", "enabled": "args.dtype == 'fp16'"},
+        {"enabled": "not (torch.cuda.is_bf16_supported() and torch.cuda.is_available())"},
         {"load": "scaler.load_state_dict(checkpoint['grad_scaler'])"},
         {"state": "scaler.state_dict() if args.amp else None"},
         {"state": "None"},

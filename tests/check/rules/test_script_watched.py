@@ -57,3 +57,42 @@ def test_watching_by_a_magic(tmp_path, magic, is_reported):
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     assert any(f.code == "HS110" for f in check_path(str(path))) is is_reported
+
+
+LOGGERS = """\
+import torch
+import wandb
+import lightning as L
+from accelerate import Accelerator
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+class Net(L.LightningModule):
+    def on_fit_start(self):
+        {inside}
+    def training_step(self, batch, index):
+        return self.net(batch)
+logger = {logger}
+{watch}
+L.Trainer(precision="16-mixed", logger=logger).fit(Net(), loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("logger", "watch", "inside", "expected"),
+    [
+        ("WandbLogger() if rank == 0 else CSVLogger('logs')", "logger.watch(model)", "pass", [12]),
+        ("WandbLogger()", "logger.experiment.watch(model, log='gradients')", "pass", [12]),
+        ("WandbLogger()", "pass", "self.logger.watch(self, log='all')", [8]),
+        ("WandbLogger()", "pass", "self.trainer.logger.experiment.watch(self)", [8]),
+        ("None", "accelerator.get_tracker('wandb', unwrap=True).watch(model)", "pass", [12]),
+        ("None", "tracker = accelerator.get_tracker('wandb'); tracker.watch(model)", "pass", [12]),
+        ("WandbLogger()", "logger.watch(model, 'parameters')", "pass", []),
+        ("WandbLogger()", "logger.experiment.watch(model, log=None)", "pass", []),
+        ("CSVLogger('logs')", "pass", "self.logger.watch(self)", []),
+        ("WandbLogger()", "observer = Observer(); observer.watch(model)", "pass", []),
+        ("None", "accelerator.get_tracker('mlflow').watch(model)", "pass", []),
+    ],
+)
+def test_the_object_that_watches(logger, watch, inside, expected):
+    """A logger among others, the run of one, that of the Trainer in a module, and the tracker of an Accelerator."""
+    text = LOGGERS.format(logger=logger, watch=watch, inside=inside)
+    assert [f.line for f in findings(text, "HS110")] == expected

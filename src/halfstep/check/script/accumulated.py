@@ -1,4 +1,4 @@
-"""The number of micro-batches of a step, as scripts name it: a variable, an entry of a configuration, the length of a loop."""
+"""The number of micro-batches of a step, as scripts name it: a variable, an entry of a configuration, the length of a loop; and such loops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -23,12 +24,15 @@ __all__ = [
     "is_entry",
     "is_length",
     "is_length_of_loop",
+    "may_use_gradients",
     "same_steps",
     "steps_name",
 ]
 
 STEPS = "gradient_accumulation_steps"
 _NUMBER = regex(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")
+_COLLECTS = regex(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
+_CLEARS = regex(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
 _SUMS = {"sum", "fsum", "mean"}
 
 
@@ -148,3 +152,14 @@ def is_counted_between(guard: Guard, event: Event, step: Event) -> bool:
     stored += ast.walk(event.function.node) if is_called else ()
     names = {key_of(n) for n in stored if isinstance(getattr(n, "ctx", None), ast.Store)}
     return bool(names & set(re.findall(r"[A-Za-z_][\w.]*", guard.text)))
+
+
+def may_use_gradients(loop: ast.For) -> bool:
+    """Whether a loop steps, reads gradients or may leave early, so that clearing them there has a purpose."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Break | ast.Return) or (isinstance(node, ast.expr) and grad_of(node)):
+            return True
+        name = text_of(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+        if name.endswith("step") or (_COLLECTS.search(name) and not _CLEARS.search(name)):
+            return True
+    return False

@@ -26,6 +26,8 @@ _CHECKPOINT = r"\w*(ckpt|checkpoint|ckp|resume|state|saved)\w*"
 _SETTINGS = regex(
     rf"(args|cfg|conf|config|hparams|opts?)\b.*=.*\b{_CHECKPOINT}(\[|\.get\()|\b{_CHECKPOINT}\[['\"](args|cfg|config|opt)['\"]\]\."
 )
+_SINGLE = regex(r"\w+\.(\w+)\s*=[^=]")
+_WORD = regex(r"\w+")
 _FLOAT16 = regex(r" (==|is) .*(?<!b)(float16|fp16|half)\b")
 _OF_HARDWARE = regex(r"is_available|is_bf16_supported|capability|device|cuda")
 _RESUME = """\
@@ -85,9 +87,10 @@ class EmptyScalerState(ScriptRule):
                 continue
             state = text_of(argument(load.node, 0, "state_dict") if isinstance(load.node, ast.Call) else None)
             flag = scalers[0].enabled
+            run = f"with `{flag.removeprefix('not ')}`" if flag.startswith("not ") else f"without `{flag}`"
             yield self.finding(
                 script.where(load.node),
-                f"a run without `{flag}` saves {{}} ({script.at(own[0].node)}): resumed with it, this raises RuntimeError",
+                f"a run {run} saves {{}} ({script.at(own[0].node)}): resumed with it, this raises RuntimeError",
                 instead=f"if {state}: {load.local.scaler}.load_state_dict({state})",
             )
 
@@ -114,11 +117,19 @@ def _takes_settings(script: Script) -> bool:
     matches = list(_SETTINGS.finditer(text))
     if not matches:
         return False
+    flags = {key for scaler in script.scalers for key in _WORD.findall(scaler.enabled)}
+    matches = [m for m in matches if not _is_other_setting(m[0], flags)]
     lines = {text.count("\n", 0, match.start()) + 1 for match in matches}
     # Of the whole file: the outline leaves out functions without a word of precision.
     functions = [n for n in ast.walk(script.tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     harmless = {line for function in functions for line in _read_by_entry(script, function, lines)}
     return not lines <= harmless
+
+
+def _is_other_setting(text: str, flags: set[str]) -> bool:
+    """Whether a line restores one setting that does not switch a scaler: `args.start_epoch = checkpoint["epoch"]`."""
+    single = _SINGLE.match(text)
+    return single is not None and single[1] not in flags and not is_amp((single[1], True))
 
 
 def _read_by_entry(script: Script, function: ast.AST, lines: set[int]) -> Iterator[int]:
@@ -176,7 +187,20 @@ def _is_optional(script: Script, scaler: Scaler) -> bool:
     flag = argument(scaler.node, None, "enabled")
     if flag is None or scaler.enabled in {"yes", "no", UNKNOWN} or scaler.enabled not in text_of(flag):
         return False
-    return not all(asks_for_cuda(test) or _OF_HARDWARE.search(text_of(test)) for test in _tests(script, scaler))
+    tests = list(_tests(script, scaler)) or list(_parts(script, flag, scaler.function))
+    return not all(asks_for_cuda(test) or _OF_HARDWARE.search(text_of(test)) for test in tests)
+
+
+def _parts(script: Script, flag: ast.expr, function: Function, limit: int = 3) -> Iterator[ast.expr]:
+    """The single tests of a flag, `a` and `b` of `not (a and b)`, with variables followed."""
+    if isinstance(flag, ast.UnaryOp) and isinstance(flag.op, ast.Not):
+        yield from _parts(script, flag.operand, function, limit)
+    elif isinstance(flag, ast.BoolOp):
+        yield from (part for value in flag.values for part in _parts(script, value, function, limit))
+    else:
+        values = script.outline.values(key_of(flag), function)[:MAX_BINDINGS] if key_of(flag) and limit else []
+        for value in values or [flag]:
+            yield from _parts(script, value, function, limit - 1 if values else 0) if value is not flag else [flag]
 
 
 def _tests(script: Script, scaler: Scaler) -> Iterator[ast.expr]:

@@ -28,12 +28,14 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.unbound import unbound_scalers
-from halfstep.check.script.flow.window import is_position, targets_of
+from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of, scaling_accelerator, scaling_fabric
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.scaling.attached_schedules import attached_schedules, processed_steps
 from halfstep.check.script.scaling.finite_tests import tests_norm
+from halfstep.check.script.scaling.lightning_schedules import stepwise_schedules
+from halfstep.check.script.scaling.positions import is_position
 from halfstep.check.script.scaling.prepared import prepared_for
 from halfstep.check.script.scaling.scale_tests import never_float16, reads_scale, same_scales, settled_by
 from halfstep.check.script.scaling.set_rates import rates_by_iteration, sets_rates
@@ -73,6 +75,7 @@ _FINITE = regex(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _OTHER = regex(r"swa|(^|[._])(wd|weight_decay|momentum)_", re.IGNORECASE)
 _CREATES_SCHEDULE = regex(r"LR$|[sS]chedul|^CosineAnnealingWarmRestarts$")
 _OF_EPOCH = regex(r"^[\w.]*epoch (==|<|<=) ")
+_METRICS = {"metric", "metrics"}
 _SKIPPED = {"optimizer_step_was_skipped", "step_was_skipped"}
 
 
@@ -87,7 +90,7 @@ class SchedulerIgnoresSkips(TraceRule):
         "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100. So does a learning "
         "rate that the script computes itself, or with `scheduler(step)`, from a number of iterations, their share of an epoch or a counter "
         "that it increments after `scaler.step`. An Accelerator waits with the schedules that it prepares, unless step_scheduler_with_optimizer=False; "
-        "Fabric does not."
+        'Fabric does not, nor does the Trainer of Lightning with a schedule whose interval is "step".'
     )
     bad = (_TRAIN + "    scheduler.step()\n", _COUNTED.format(count="num_steps += 1"))
     good = (
@@ -102,11 +105,19 @@ class SchedulerIgnoresSkips(TraceRule):
     references = (
         "https://github.com/pytorch/pytorch/issues/44511",
         "https://github.com/pytorch/pytorch/issues/55585",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/5558",
     )
     kinds = ("sched_step",)
+    lines = ("configure_optimizers",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Schedules that advance, and learning rates that a loop without one computes itself."""
+        for node in stepwise_schedules(script):
+            yield self.finding(
+                script.where(node),
+                "in float16 the Trainer of Lightning advances this schedule in each iteration, also when its scaler skips the optimizer step",
+                instead="override lr_scheduler_step to compare the scale, or train in bf16-mixed",
+            )
         reported = list(super().check(script))
         yield from reported
         # In bfloat16 gradients do not overflow.
@@ -195,7 +206,7 @@ class SchedulerIgnoresSkips(TraceRule):
             return None
         prepared = prepared_for(script, engine.library, event)
         is_prepared = last_name(event.subject) in prepared.names and engine.library == ACCELERATE
-        if not prepared.is_complete or _asks_engine(script) or (is_prepared and not _steps_apart(engine)):
+        if _asks_engine(script) or not (_steps_apart(engine) if is_prepared else prepared.is_complete):
             return None
         # Functions of other files may return a schedule that steps once per epoch, or waits itself; one that is prepared is torch's.
         if not is_prepared and not all(map(SCHEDULES.search, names)):
@@ -229,6 +240,8 @@ class SchedulerIgnoresSkips(TraceRule):
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
             return True
         values = arguments_of(call)
+        if len(values) > 1:  # `step(i, metric=loss)`
+            values = [*call.args, *(k.value for k in call.keywords if k.arg not in _METRICS)]
         if len(values) != 1:
             return not values
         return bool(_ITERATION.search(key_of(values[0]))) or is_position(script, event, values[0])

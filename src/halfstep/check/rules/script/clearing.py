@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from halfstep.check.examples import ACCUMULATING_LOOP
-from halfstep.check.finding import Finding
+from halfstep.check.finding import Finding, Severity
 from halfstep.check.regex import regex
 from halfstep.check.rule import Rule
-from halfstep.check.script.accumulated import divided_by_parameter, is_counted_between, is_length
+from halfstep.check.script.accumulated import divided_by_parameter, is_counted_between, is_length, may_use_gradients
 from halfstep.check.script.flow.divisions import MAX_ASSIGNMENTS, Divisions, assignments_before, divided_by, latent
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -30,15 +30,16 @@ from halfstep.check.script.flow.window import (
     ACCUMULATION,
     Window,
     accumulated_over,
+    alternatives,
     branched,
     depth_without_optimizers,
     is_trial,
+    last_of_window,
     length_of,
     targets_of,
     window_of_flag,
 )
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
-from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -76,8 +77,6 @@ _GIVEN_UP = """\
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 _MODEL = regex(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
-_COLLECTS = regex(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
-_CLEARS = regex(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
 # What waits for the end of a window; with DeepSpeed the engine behind the Accelerator does.
 _SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward", "deepspeed_plugin"}
 
@@ -116,6 +115,10 @@ class ClearedEveryMicroBatch(TraceRule):
         event = trace[index]
         if any(guard.text.startswith("except@") for guard in event.guards):
             return None  # a step that failed is given up
+        if (last := last_of_window(trace, index)) is not None and self._clears(
+            trace, index, index, Window(last[1], "")
+        ):
+            return self._discards(script, event, *last)
         windows = ((back, accumulated_over(script, trace, back)) for back in self._backwards(script, trace, index))
         # Around an inner loop, of the chunks of a batch, the window is over the iterations of the loop that clears.
         windows = (
@@ -158,7 +161,7 @@ class ClearedEveryMicroBatch(TraceRule):
             before = []  # of a discriminator, which is trained before the generator in each iteration
         if before:
             # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
-            backs = backs if _alternatives([trace[i] for i in backs]) and before[0] != backs[0] else []
+            backs = backs if alternatives([trace[i] for i in backs]) and before[0] != backs[0] else []
         else:
             following = list(later(trace, index, *_BACKWARDS))
             backs = [i for i in following if i == following[0] or not compatible(trace[i], trace[following[0]])]
@@ -216,7 +219,7 @@ class ClearedEveryMicroBatch(TraceRule):
         is_same = event.optimizer == after.optimizer or _MODEL.search(event.optimizer)
         if not is_same or not isinstance(loop, ast.For) or not only_settings(script, after, event):
             return None
-        if set(re.findall(r"\w+", event.local.optimizer)) & targets_of(loop) or _may_use(loop):
+        if set(re.findall(r"\w+", event.local.optimizer)) & targets_of(loop) or may_use_gradients(loop):
             return None
         if any(e.loops == event.loops for e in trace if e.kind in {*STEPS, "handed", "grad_read", "autograd_grad"}):
             return None
@@ -268,6 +271,10 @@ class ClearedEveryMicroBatch(TraceRule):
     def _at_end(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a zero_grad in the iteration that ends a window, before its backward and step."""
         event = trace[index]
+        if (last := last_of_window(trace, index)) is not None and self._clears(
+            trace, index, index, Window(last[1], "")
+        ):
+            return self._discards(script, event, *last)
         following = [i for i in later(trace, index, *_BACKWARDS, *STEPS) if trace[i].loops == event.loops]
         back = following[0] if following and event.accumulating and event.loops else 0
         if not back or trace[back].kind not in _BACKWARDS:
@@ -290,12 +297,17 @@ class ClearedEveryMicroBatch(TraceRule):
             return None
         if is_counted_between(guard, event, step):
             return None
+        return self._discards(script, event, guard, step, "error")
+
+    def _discards(
+        self, script: Script, event: Event, guard: Guard, step: Event, severity: Severity | None = None
+    ) -> Finding:
         return self.finding(
             script.where(event.node),
             f"`{_cleared(event)}` runs when `{guard.text}`, like the step of line {script.where(step.node).line}, but before the "
             "backward: the gradients of the other micro-batches are discarded",
             instead="clear the gradients right after the step",
-            severity="error",
+            severity=severity,
         )
 
     def _steps_always(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -305,7 +317,7 @@ class ClearedEveryMicroBatch(TraceRule):
         steps = [e for e in near if e.kind in {"opt_step", "scaler_step"}]
         backs = [e for e in near if e.kind in _BACKWARDS]
         # Several losses of one micro-batch, as of real and generated images, each divided by the number of micro-batches.
-        is_one = bool(backs) and (_alternatives(backs) or all(self._divisor(script, back) for back in backs))
+        is_one = bool(backs) and (alternatives(backs) or all(self._divisor(script, back) for back in backs))
         if not event.loops or not steps or not is_one or is_trial(script, event):
             return None
         steps = [e for e in steps if compatible(e, backs[0])] or steps
@@ -371,25 +383,9 @@ class ClearedEveryMicroBatch(TraceRule):
         return f"the loss is divided by `{length}`" if length else ""
 
 
-def _alternatives(events: list[Event]) -> bool:
-    """Whether at most one of some events happens in an iteration: the branches with and without AMP."""
-    return bool(events) and not any(compatible(a, b) for a, b in itertools.combinations(events, 2))
-
-
 def _cleared(event: Event) -> str:
     """The call that clears gradients, as the line has it."""
     return f"{event.local.optimizer}.zero_grad()" if isinstance(event.node, ast.Call) else text_of(event.node)
-
-
-def _may_use(loop: ast.For) -> bool:
-    """Whether a loop steps, reads gradients or may leave early, so that clearing them there has a purpose."""
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Break | ast.Return) or (isinstance(node, ast.expr) and grad_of(node)):
-            return True
-        name = text_of(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
-        if name.endswith("step") or (_COLLECTS.search(name) and not _CLEARS.search(name)):
-            return True
-    return False
 
 
 RULES: tuple[type[Rule], ...] = (ClearedEveryMicroBatch,)

@@ -1,4 +1,4 @@
-"""HS136, HS145 and HS148: contexts that are not the ones a line asks for.
+"""HS136, HS145, HS148 and HS616: contexts that are not the ones a line asks for.
 
 An autocast region that an option for bfloat16 enables computes in float16 unless its dtype is passed as well.
 
@@ -20,6 +20,7 @@ from halfstep.check.script.objects.choices import is_float32_on_cpu
 from halfstep.check.script.objects.engines import engine_at, loop_class
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, constant, text_of
+from halfstep.check.script.regions.reentered import reentered
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
 
@@ -57,6 +58,20 @@ for x, y in loader:
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+"""
+_REENTERED = """\
+import torch
+ctx = torch.autocast("cuda", dtype=torch.bfloat16)
+def validate(x):
+    with {inner}:
+        return model(x)
+for x, y in loader:
+    with ctx:
+        loss = loss_fn(model(x), y)
+        log(validate(x))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 # The name of an option for bfloat16, and a comparison with its name.
 _BF16 = regex(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
@@ -349,4 +364,36 @@ class AutocastDtype(ScriptRule):
         return function is not None and not tested and is_float32_on_cpu(script.outline, region.dtype_node, function)
 
 
-RULES: tuple[type[Rule], ...] = (Bf16OptionRunsFloat16, AutocastDtype, ContextNotEntered)
+class AutocastReentered(ScriptRule):
+    """An autocast object is entered again while it is active, which leaves autocast on afterwards."""
+
+    code = "HS616"
+    name = "autocast-reentered"
+    severity = "warning"
+    reason = (
+        'An autocast object stores one previous state. Entered a second time before its first block ends, it stores "on" over the state '
+        'from before that block, and the end of the block restores "on": backward, the optimizer\'s step and all float32 code after '
+        "it run under autocast, for the rest of the process. A decorator is one object too, so a function under `@torch.autocast(...)` that "
+        "calls itself does the same. Using one object in blocks that follow each other is fine."
+    )
+    bad = (
+        _REENTERED.format(inner="ctx"),
+        "import torch\n@torch.autocast('cuda', dtype=torch.bfloat16)\ndef walk(node, x):\n    for child in node.children:\n"
+        "        x = walk(child, x)\n    return node.layer(x)\n",
+    )
+    good = (_REENTERED.format(inner="torch.autocast('cuda', dtype=torch.bfloat16)"),)
+    references = ("measured: torch.autocast.__enter__ and __exit__ of torch 2.13",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Objects of a variable or a decorator that are active where they are entered."""
+        for node, name, outer, through in reentered(script):
+            again = f"`{through}` enters" if through else "this enters"
+            yield self.finding(
+                script.where(node),
+                f"{again} `{name}` again inside its own block ({script.at(outer)}), which overwrites the state that the block restores: autocast "
+                "stays on after it",
+                instead="create the region in each `with`: torch.autocast(...), or a function that returns it",
+            )
+
+
+RULES: tuple[type[Rule], ...] = (Bf16OptionRunsFloat16, AutocastDtype, ContextNotEntered, AutocastReentered)

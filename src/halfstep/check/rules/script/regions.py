@@ -17,7 +17,6 @@ from halfstep.check.script.objects.expressions import arguments_of, conditions_o
 from halfstep.check.script.objects.formats import SIXTEEN_BIT
 from halfstep.check.script.objects.scaling import is_owned
 from halfstep.check.script.objects.values import Autocast, Scaler, argument, constant, text_of
-from halfstep.check.script.pairing.device_tests import asks_for_cuda
 from halfstep.check.script.pairing.null_contexts import switch_of
 from halfstep.check.script.regions.forwards import (
     calls_losses_only,
@@ -30,9 +29,10 @@ from halfstep.check.script.regions.forwards import (
     mentions_16_bits,
     was_forgotten,
 )
+from halfstep.check.script.regions.opposite import opposite_region
+from halfstep.check.script.regions.switches import is_option, option_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
 from halfstep.check.script.syntax.settled import Setting, named_values
 
 __all__ = ["RULES"]
@@ -40,11 +40,6 @@ __all__ = ["RULES"]
 _FLOAT16 = regex(r"(==|\bin\b|\bis\b).*(float16|fp16|half)", re.IGNORECASE)
 _DEVICE = regex(r"device|cuda|gpu|backend", re.IGNORECASE)
 _MAY_CAST = regex(r"amp|cast|prec|ctx|context|16|half", re.IGNORECASE)  # a context that may be a region
-# A setting from outside: `args.use_amp`, `self.cfg["use_amp"]`, `config.get("use_amp", True)`.
-_OPTION = regex(
-    r"(\w+\.)*\w*(args?|cfg|conf|config|opts?|options|hparams|params|flags|settings)"
-    r"(\.\w+|\[['\"]\w+['\"]\]|\.get\([^()]*\))+"
-)
 _LOOP = """\
 import torch
 model = torch.nn.Linear(8, 2).cuda()
@@ -97,6 +92,7 @@ class ScalerWithoutAutocast(TraceRule):
                 or self._by_other_test(script, trace, index)
                 or self._always_enabled(script, trace, index)
                 or self._in_both_branches(script, trace, index)
+                or self._in_other_branch(script, trace, index)
                 or self._in_null_context(script, trace, index)
             )
         scalers = script.scalers_named(event.scaler)
@@ -269,7 +265,7 @@ class ScalerWithoutAutocast(TraceRule):
         tested = (event.node, scalers[0].node)  # a literal of the call may have decided a guard of the trace
         guards = (*event.guards, *opened.guards, *(g for node in tested for g in conditions_of(script.outline, node)))
         switches = [switch_of(script, a) for a in opened.regions[-1].autocasts]
-        options = {_option_of(script, *switch) for switch in switches if switch is not None}
+        options = {option_of(script, *switch) for switch in switches if switch is not None}
         option = options.pop() if len(options) == 1 and None not in switches else ""
         if not option or not is_amp((option, True)) or any(map(is_amp, guards)):
             return None
@@ -293,7 +289,7 @@ class ScalerWithoutAutocast(TraceRule):
             return None
         shared = set.intersection(*({Guard(g.text, not g.is_true) for g in e.guards} for e in inside))
         off = shared.intersection(*(e.guards for e in outside))
-        flag = next((g for g in off if is_amp(g) and _is_option(script, g, event.function)), None)
+        flag = next((g for g in off if is_amp(g) and is_option(script, g, event.function)), None)
         if flag is None or any(r.kind != "no_grad" for e in outside for r in e.regions):
             return None
         return self.finding(
@@ -301,6 +297,21 @@ class ScalerWithoutAutocast(TraceRule):
             f"when `{flag.text}` is {str(flag.is_true).lower()}, `{outside[0].local.subject}` runs without autocast ({script.at(outside[0].node)}) and "
             f"`{event.local.scaler}` is still enabled: it scales a loss that is computed in float32",
             instead=f"GradScaler(..., enabled={'not ' * flag.is_true}{flag.text})",
+            severity="advice",
+        )
+
+    def _in_other_branch(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for an option that scales the loss where it takes the branch without a region."""
+        event = trace[index]
+        opposite = opposite_region(script, trace, index) if len(scalers_at(script, event)) == 1 else None
+        if opposite is None or loads_in_dtype(script) or is_owned(script, trace, event):
+            return None
+        flag, opened = opposite
+        return self.finding(
+            script.where(event.node),
+            f"when `{flag.text}` is {str(flag.is_true).lower()}, `{event.local.scaler}` scales the loss, but autocast is entered only when it is "
+            f"{str(not flag.is_true).lower()} ({script.at(opened.node)}): it scales a loss that is computed in float32",
+            instead="scale where float16 is computed only; float32 and bfloat16 need no scaler",
             severity="advice",
         )
 
@@ -322,33 +333,6 @@ class ScalerWithoutAutocast(TraceRule):
             f"`{forwards[0].local.subject}` ({script.at(forwards[0].node)}) runs in float32, unless it opens a region itself",
             instead="make it torch.autocast(..., dtype=torch.float16), or remove the scaler",
         )
-
-
-def _is_option(script: Script, guard: Guard, function: Function) -> bool:
-    """Whether a condition is an option, and not an expression or a constant of the file."""
-    try:
-        return bool(_option_of(script, ast.parse(guard.text, mode="eval").body, function))
-    except SyntaxError:  # a part that a trace has shortened
-        return False
-
-
-def _option_of(script: Script, node: ast.expr, function: Function, depth: int = 3) -> str:
-    """The option that a flag is, as written, also through variables; "" for anything else, such as a constant of the file."""
-    while isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
-        node = node.args[0]
-    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
-        parts = [part for part in node.values if not asks_for_cuda(part)]  # without CUDA the scaler does nothing either
-        return _option_of(script, parts[0], function, depth) if len(parts) == 1 else ""
-    key, text = key_of(node), text_of(node)
-    if _OPTION.fullmatch(text) and not script.outline.bindings.get(key):
-        return text
-    if key in function.params:
-        passed = [value for value, _ in script.outline.passed(key, function)]
-        return key if not passed or any(constant(value) is ... for value in passed) else ""
-    bound = script.outline.lookup(key, function) if key.isidentifier() or key.startswith("self.") else []
-    if len(bound) != 1 or bound[0].value is None or bound[0].index is not None or not depth:
-        return ""
-    return key if _option_of(script, bound[0].value, bound[0].function, depth - 1) else ""
 
 
 def _is_passed_on(script: Script, region: Autocast) -> bool:

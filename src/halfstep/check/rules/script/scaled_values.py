@@ -29,14 +29,13 @@ from halfstep.check.script.flow.trace import Trace, with_own_scaler
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class, scaling_hooks, trains_in_fp16
 from halfstep.check.script.objects.tensors import SHOWS_GRADIENTS, is_gradient, reads_gradients
 from halfstep.check.script.objects.trainers import is_trainer
-from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.scaling.hooked_gradients import measuring_hooks
 from halfstep.check.script.scaling.tested_norms import only_normalizes, only_tested
-from halfstep.check.script.scaling.watched import WATCH, watched_by_environment
+from halfstep.check.script.scaling.watched import WATCH, logs_gradients, watched_by_environment
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
-from halfstep.check.script.syntax.returned import created_by
 
 __all__ = ["RULES"]
 
@@ -241,15 +240,7 @@ def _watching(script: Script) -> Iterator[ast.Call]:
     )
     if not sites or not (owned or _scales(script)):
         return
-    for call, function in sites:
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        names = created_by(script.outline, owner, function) if owner is not None else []
-        is_run = bool(names) and all(n in {"wandb", "wandb.init"} or n.endswith(".WandbLogger") for n in names)
-        position = 1 if any(n.endswith(".WandbLogger") for n in names) else 2
-        log = argument(call, position, "log")
-        is_logged = log is None or constant(log) in {"all", "gradients"}
-        if is_logged and is_run:
-            yield call
+    yield from (call for call, function in sites if logs_gradients(script, call, function))
 
 
 def _has_fp16_trainer(script: Script) -> bool:

@@ -20,7 +20,7 @@ from halfstep.check.script.objects.tensors import adds_unscaled, is_gradient, re
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
 from halfstep.check.script.scaling.lightning_optimizers import names_optimizer
 from halfstep.check.script.scaling.schedules import called_name, looped_calls, schedules_value, sets_rate, stored_in
-from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.names import called_key, key_of
 from halfstep.check.script.syntax.names import last_name as _last
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scaler_class import data_scalers, is_data_scaler
@@ -204,7 +204,7 @@ class Recogniser:
             return Action("make_scaler")
         if name.startswith("torch.optim.") and "lr_scheduler" not in name and "swa_utils" not in name:
             return Action("make_optimizer", subject=models_in(self.outline, argument(call, 0, "params"), function))
-        key = key_of(call.func)
+        key = called_key(call.func)
         if key and len(call.args) >= 2 and _OWN_STEP.search(_last(key)) and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
         is_model = self._is_model(key) or key in {"self", "self.forward"} or is_part(key)

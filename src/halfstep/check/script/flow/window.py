@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import combinations, takewhile
 
 from halfstep.check.regex import regex
 from halfstep.check.script.flow.conditions import leaves_block
@@ -21,7 +20,6 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = [
@@ -29,11 +27,12 @@ __all__ = [
     "Window",
     "abandons",
     "accumulated_over",
+    "alternatives",
     "branched",
     "contexts_before",
     "depth_without_optimizers",
-    "is_position",
     "is_trial",
+    "last_of_window",
     "length_of",
     "micro_batches",
     "targets_of",
@@ -272,32 +271,27 @@ def _slices(loop: ast.AST) -> str:
     return f"{total} / {size}" if start == "0" and is_sliced and _PART.search(size) else ""
 
 
-def is_position(script: Script, event: Event, value: ast.expr) -> bool:
-    """Whether a value is the number of an iteration, `i` or `epoch * len(loader) + i`; `epoch + i / len(loader)` is one of epochs."""
-    index = _counter(script, next(reversed(loops_around(script, event)), None), event)
-    operators = [n.op for n in ast.walk(value) if isinstance(n, ast.BinOp)]
-    is_whole = all(isinstance(op, (ast.Add, ast.Mult, ast.FloorDiv)) for op in operators)
-    return bool(index) and is_whole and index in {key_of(part) for part in _summands(value)}
+def alternatives(events: list[Event]) -> bool:
+    """Whether at most one of some events happens in an iteration: the branches with and without AMP."""
+    return bool(events) and not any(compatible(a, b) for a, b in combinations(events, 2))
 
 
-def _counter(script: Script, loop: ast.AST | None, event: Event) -> str:
-    """The variable that counts the passes of a loop over `enumerate(loader)`, also inside `tqdm(...)` or in a variable; "" if none."""
-    source = loop.iter if isinstance(loop, ast.For) else None
-    values = script.outline.values(source.id, event.function) if isinstance(source, ast.Name) else []
-    source = values[0] if len(values) == 1 else source
-    while isinstance(source, ast.Call) and last_name(text_of(source.func)) == "tqdm" and source.args:
-        source = source.args[0]
-    is_counted = isinstance(source, ast.Call) and text_of(source.func) == "enumerate"
-    target = loop.target if isinstance(loop, ast.For) else None
-    return key_of(target.elts[0]) if is_counted and isinstance(target, ast.Tuple) and target.elts else ""
+def last_of_window(trace: Trace, index: int) -> tuple[Guard, Event] | None:
+    """The condition under which a clearing, a backward and a step follow each other, and that step.
 
-
-def _summands(value: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        yield from _summands(value.left)
-        yield from _summands(value.right)
-    else:
-        yield value
+    The other branch computes the gradients of the other micro-batches: `if last: clear, backward, step` and `else: backward`.
+    """
+    event = trace[index]
+    near = [e for e in trace if e.loops == event.loops and e.kind in {*_BACKWARDS, *STEPS, "zero_grad"}]
+    for guard in event.accumulating:
+        own = [e for e in near if guard in e.guards]
+        rest = own[own.index(event) + 1 :]
+        others = {e.kind for e in near if guard.opposite in e.guards}
+        is_start = not any(e.kind in STEPS for e in own[: own.index(event)])
+        kinds = [e.kind in STEPS for e in rest[:2]]
+        if is_start and kinds == [False, True] and rest[0].kind in _BACKWARDS and others and others <= {*_BACKWARDS}:
+            return guard, rest[1]
+    return None
 
 
 def micro_batches(loop: ast.AST) -> str:

@@ -25,6 +25,7 @@ from halfstep.check.script.syntax.excluded import is_excluded
 from halfstep.check.script.syntax.names import key_of, last_name
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline
 from halfstep.check.script.syntax.returned import returned_to
+from halfstep.check.script.trained.defaults import by_default
 
 __all__ = [
     "ACCELERATE", "ACCELERATORS", "FABRIC", "Engine", "LoopClass", "callback_precision", "engine_at", "engines_of", "has_alternative", "leaves_loss",
@@ -44,6 +45,7 @@ _ONLY_ACCELERATE = (
     "accumulate", "unwrap_model", "wait_for_everyone", "gather_for_metrics", "prepare", "clip_grad_norm_",
 )  # fmt: skip
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
+_ASKS_CUDA = regex(r"(torch\.)?cuda\.is_available\(\)|(torch\.)?cuda\.device_count\(\) > 0")
 _ASKS_FP16 = regex(r"mixed_precision (==|in) [\[({]?['\"]fp16['\"]")
 # `accelerator.is_main_process` is no question of whether there is an accelerator.
 _WITHOUT = regex(
@@ -370,11 +372,14 @@ def scaling_hooks(script: Script) -> dict[Function, str]:
 
 
 def _with_default(script: Script, call: ast.Call, function: Function, name: str) -> object:
-    """The value of an argument: a literal, the one literal of a variable, or the default of `config.get(name, default)`."""
+    """The value of an argument in a run without options: also the default of `config.get(name, default)`, and that with a GPU."""
     node = argument(call, None, name)
-    if node is not None and key_of(node) and key_of(node) not in function.params:
-        values = script.outline.values(key_of(node), function)
-        node = values[0] if len(values) == 1 else node
+    values = (
+        script.outline.values(key_of(node), function) if key_of(node) and key_of(node) not in function.params else []
+    )
+    node = values[0] if len(values) == 1 else node
+    if isinstance(node, ast.IfExp) and _ASKS_CUDA.fullmatch(ast.unparse(node.test)):
+        node = node.body
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
         node = argument(node, 1, "default")
-    return constant(node) if node is not None else None
+    return by_default(script.outline, node, function) if node is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,13 +12,15 @@ from halfstep.check.regex import regex
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.objects.engines import ACCELERATE, FABRIC, engine_at
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["Prepared", "prepared_for", "prepared_in", "stays_in"]
 
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
+_ADDS = {"append", "extend", "insert"}
 _OPTIMIZERS = regex(r"opt", re.IGNORECASE)
 _SCHEDULES = regex(r"schedul|^get_\w+_schedule\w*$|LR$|^print$|^len$")
 
@@ -40,7 +43,9 @@ def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepar
             engine = engine_at(script, owner, function) if owner else None
             if engine is None or engine.library != library:
                 continue
-            arguments = [*call.args, *(k.value for k in call.keywords)]
+            passed = [*call.args, *(k.value for k in call.keywords)]
+            spreads = [part for argument in passed for part in _spread(script.outline, argument, function)]
+            arguments = [part for part in spreads if part is not None]
             parent = script.outline.parents.get(call)
             targets = parent.targets if isinstance(parent, ast.Assign) else []
             parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
@@ -48,9 +53,52 @@ def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepar
             # `loader = prepare(make_loader())`: what the call prepares has the name of its target.
             is_named = len(parts) == len(arguments) and all(map(key_of, parts))
             is_plain = all(key_of(a) or isinstance(a, ast.Constant) or (is_named and _makes(a)) for a in arguments)
-            is_plain &= not any(isinstance(t, ast.Starred) for t in parts)
+            is_plain &= None not in spreads and not any(isinstance(t, ast.Starred) for t in parts)
             calls.append((function, Prepared(frozenset(names), is_plain)))
     return tuple(calls)
+
+
+def _spread(outline: Outline, argument: ast.expr, function: Function) -> Iterator[ast.expr | None]:
+    """The argument itself, or the elements of `*parts` that a function shows; None stands for those that it does not."""
+    if not isinstance(argument, ast.Starred):
+        yield argument
+        return
+    source = argument.value
+    is_values = isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "values"
+    source = source.func.value if is_values and isinstance(source, ast.Call) else source  # type: ignore[attr-defined]
+    name = key_of(source)
+    if not name:
+        yield from _elements(source)
+        return
+    bound = outline.by_function(name).get(function.node, []) if name.isidentifier() else []
+    if not bound:
+        yield None
+    for binding in bound:
+        yield from _elements(binding.value)
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.AugAssign) and key_of(node.target) == name:
+            yield from _elements(node.value)
+    for method in sorted(_ADDS):
+        for call, inner in outline.calls.get(method, ()):
+            if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
+                added = call.args[-1] if call.args else None
+                yield from _elements(added) if method == "extend" else (added,)
+
+
+def _elements(value: ast.expr | None) -> Iterator[ast.expr | None]:
+    """The elements of a list, tuple or dictionary that is written in place, also of a choice and a sum of several."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        yield from (*_elements(value.left), *_elements(value.right))
+        return
+    for arm in arms_of(value) if value is not None else ():
+        if isinstance(arm, ast.Dict):
+            yield from arm.values
+        elif isinstance(arm, (ast.List, ast.Tuple)):
+            yield from (None if isinstance(e, ast.Starred) else e for e in arm.elts)
+        else:
+            yield None
+    if value is None:
+        yield None
 
 
 def _makes(argument: ast.expr) -> bool:

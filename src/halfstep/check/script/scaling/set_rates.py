@@ -18,6 +18,7 @@ from halfstep.check.script.flow.order import AnyLoop, function_around, loops_aro
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of
 from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.scaling.positions import counter_of
 from halfstep.check.script.scaling.schedules import schedules_value
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of, last_name
@@ -33,8 +34,6 @@ _ASSIGNS_RATE = regex(
 _SCHEDULE = regex(r"^_?(lr_?)?(scheduler|schedule|step_schedulers)$")
 _SETS_RATE = regex(r"^_?(adjust|set|update|assign|apply)_(lr|learning_rate)(_|$)")
 _GROUPS = regex(r"param_?groups")
-_COUNTS = {"range", "trange", "count"}
-_BARS = {"tqdm", "track", "trange", "progress_bar"}
 _LOADER_LENGTH = regex(r"len\(|(per|in)_(an_)?epoch|num_(train_)?batches|n_?iters?$")
 _SEARCHES = regex(r"find|range_test|sweep")  # tests that raise the rate until the loss diverges
 # A counter that waits for finite gradients, as the step does, counts steps; for a finite loss it does not.
@@ -68,26 +67,11 @@ def rates_by_iteration(script: Script, step: Event) -> Iterator[RateSet]:
     function = next((f for f in (*script.outline.functions, script.outline.module) if f.node is around), None)
     if function is None or _SEARCHES.search(function.name):
         return
-    counters = {*_positions(script, loop, function), *_incremented(script, loop, step)}
+    counters = {counter_of(script, loop, function), *_incremented(script, loop, step)} - {""}
     for node, values in _settings(script, loop, function) if counters else ():
         counter = next((c for c in sorted(counters) for v in values if _follows(v, c, loop)), "")
         if counter:
             yield RateSet(node, counter, loop)
-
-
-def _positions(script: Script, loop: AnyLoop, function: Function) -> Iterator[str]:
-    """The variable in which a `for` loop counts its passes."""
-    source = loop.iter if not isinstance(loop, ast.While) else None
-    values = script.outline.values(key_of(source), function) if key_of(source) else []
-    source = values[0] if len(values) == 1 else source
-    while isinstance(source, ast.Call) and last_name(text_of(source.func)) in _BARS - _COUNTS and source.args:
-        source = source.args[0]
-    called = last_name(text_of(source.func)) if isinstance(source, ast.Call) else ""
-    target = getattr(loop, "target", None)
-    if called == "enumerate" and isinstance(target, ast.Tuple):
-        yield key_of(target.elts[0])
-    elif called in _COUNTS | {"trange"} and isinstance(target, ast.Name):
-        yield target.id
 
 
 def _incremented(script: Script, loop: AnyLoop, step: Event) -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Gradients that the callback of a Trainer logs to W&B, because the environment says so: `WANDB_WATCH=all`.
+"""Gradients that W&B logs in hooks of the backward: `wandb.watch(model)`, and the callback of a Trainer with `WANDB_WATCH=all`.
 
-The variable is set in the file, `os.environ["WANDB_WATCH"] = "all"`, or by a magic of a notebook, `%env WANDB_WATCH=all`.
+The method is that of the module, of a run and of Lightning's logger, which `self.logger` of a module may be. The variable is set in the
+file, `os.environ["WANDB_WATCH"] = "all"`, or by a magic of a notebook, `%env WANDB_WATCH=all`.
 """
 
 from __future__ import annotations
@@ -8,17 +9,56 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.regex import regex
+from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import key_of, last_name
+from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.returned import created_by
 
-__all__ = ["WATCH", "watched_by_environment"]
+__all__ = ["WATCH", "logs_gradients", "watched_by_environment"]
 
 WATCH = "WANDB_WATCH"
 _LOGS = {"all", "gradients"}
 _SETS = {"setdefault", "putenv"}
 _CALLBACK = "WandbCallback"
+_RUNS = {"wandb", "wandb.init"}
+_LOGGER = "WandbLogger"
+_LOGGERS = regex(r"^wandb(\.init)?$|Logger$")
+_OF_TRAINER = regex(r"^(self\.|trainer\.|pl_module\.|module\.)+logger$")
+
+
+def logs_gradients(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a call of `watch` is one of W&B that logs gradients."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_run = isinstance(owner, ast.Attribute) and owner.attr == "experiment"
+    makers = _makers(script, owner.value if is_run and isinstance(owner, ast.Attribute) else owner, function)
+    loggers = [maker for maker in makers if maker.rpartition(".")[2] == _LOGGER]
+    # Of several loggers only that of W&B has the method.
+    is_known = bool(loggers) or (not is_run and not _RUNS.isdisjoint(makers))
+    log = argument(call, 1 if loggers and not is_run else 2, "log")
+    return is_known and all(map(_LOGGERS.search, makers)) and (log is None or constant(log) in _LOGS)
+
+
+def _makers(script: Script, owner: ast.expr | None, function: Function) -> list[str]:
+    """What creates the object of a call: the logger of the file's Trainer for `self.logger`, a run for `get_tracker("wandb")`."""
+    key = key_of(owner)
+    sources = script.outline.sources(key, function) if key else []
+    if not sources and _OF_TRAINER.search(key):
+        return [_LOGGER] if _LOGGER in script.outline.calls else []
+    pairs = [(arm, scope) for value, scope in sources for arm in arms_of(value)] or (
+        [(arm, function) for arm in arms_of(owner)] if owner is not None else []
+    )
+    return [name for arm, scope in pairs for name in _made_by(script, arm, scope)]
+
+
+def _made_by(script: Script, value: ast.expr, function: Function) -> list[str]:
+    is_tracker = isinstance(value, ast.Call) and last_name(key_of(value.func)) == "get_tracker"
+    if is_tracker and isinstance(value, ast.Call):
+        return ["wandb.init"] if constant(argument(value, 0, "name")) == "wandb" else [""]
+    return created_by(script.outline, value, function)
 
 
 def watched_by_environment(script: Script) -> Iterator[ast.AST]:

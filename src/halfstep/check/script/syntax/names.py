@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from halfstep.check.regex import regex
 
-__all__ = ["Imported", "Names", "chain", "is_one", "key_of", "last_name", "read_names"]
+__all__ = ["Imported", "Names", "called_key", "chain", "is_one", "key_of", "last_name", "read_names"]
 
+_UNWRAPS = regex(r"unwrap|^get_(raw_)?model$|de_?parallel|without_ddp|^get_module$")
 _BY_VARIABLE = regex(r"\[(?!['\"]|-?\d)")
 # The names that a star import from these modules binds, as far as rules need them.
 _STARS = {
@@ -114,6 +115,18 @@ def key_of(node: ast.AST | None) -> str:
             return ""
         node = node.value
     return ""
+
+
+def called_key(func: ast.expr) -> str:
+    """The variable that a call runs: `model` of `unwrap(model)(x)`, and `model.encode` of `get_model(model).encode(x)`."""
+    key, method = key_of(func), ""
+    if key:
+        return key
+    if isinstance(func, ast.Attribute):
+        method, func = f".{func.attr}", func.value
+    inner = func.args[0] if isinstance(func, ast.Call) and len(func.args) == 1 else None
+    is_unwrapped = isinstance(func, ast.Call) and _UNWRAPS.search(last_name(key_of(func.func)))
+    return key_of(inner) + method if is_unwrapped and key_of(inner) else ""
 
 
 def last_name(key: str) -> str:
