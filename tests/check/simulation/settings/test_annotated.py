@@ -67,7 +67,7 @@ def test_a_flag_for_both_formats_enables_the_scaler_in_bfloat16(made):
             default="float16",
             enabled="settings.amp_dtype == 'float16'",
             dtype="getattr(torch, self.settings.amp_dtype)",
-        ),  # fmt: skip
+        ),
         script(DATACLASS, dtype="torch.float16"),
         script(DATACLASS, dtype="DTYPES[other]"),
         script({**DATACLASS, "name": "Batch"}),
