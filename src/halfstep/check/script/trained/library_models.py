@@ -16,6 +16,7 @@ _OPEN_CLIP = {
     "open_clip.create_model_and_transforms",
     "open_clip.create_model_from_pretrained",
 }
+_RUDALLE = {"rudalle.get_rudalle_model", "rudalle.dalle.get_rudalle_model"}  # with fp16=True it calls `half()`
 _PRECISIONS = {"fp16": "float16", "pure_fp16": "float16", "bf16": "bfloat16", "pure_bf16": "bfloat16"}
 
 
@@ -31,4 +32,6 @@ def library_formats(outline: Outline, call: ast.Call, function: Function) -> fro
     if full in _OPEN_CLIP:
         precision = constant(argument(call, 2, "precision"))
         return frozenset({_PRECISIONS[precision]}) if precision in _PRECISIONS else frozenset()
+    if full in _RUDALLE:
+        return frozenset({"float16"}) if constant(argument(call, 2, "fp16")) is True else frozenset()
     return frozenset()
