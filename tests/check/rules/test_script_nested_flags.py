@@ -36,7 +36,9 @@ def test_a_flag_of_the_settings_casts_trained_weights(flag):
     assert "HS199" in reported(TRAINER.format(flag=flag))
 
 
-@pytest.mark.parametrize("flag", ["self.cfg.deepspeed.enabled", "cfg.eval_only", "not cfg.train", "cfg.mode == 'export'"])
+@pytest.mark.parametrize(
+    "flag", ["self.cfg.deepspeed.enabled", "cfg.eval_only", "not cfg.train", "cfg.mode == 'export'"]
+)
 def test_nothing_in_other_runs(flag):
     """An engine with master weights, or a run that trains nothing."""
     assert "HS199" not in reported(TRAINER.format(flag=flag))

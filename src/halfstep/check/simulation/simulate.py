@@ -59,6 +59,7 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
     branch_matches(tree)
     chosen = list(_mishaps_of_offers(tree, table)) if may_offer(table) else []
+    chosen += [other for mishap in chosen if mishap.code == "HS120" for other in _alike(mishap, _targets(tree))]
     write_members(tree)
     relevance, targets, records = Relevance(tree), _targets(tree), Records(tree)
     reported: set[ast.AST] = set()
@@ -115,6 +116,21 @@ def _mishaps_of_offers(tree: ast.Module, table: dict[str, str]) -> Iterator[Mish
             waiting += list(offers.variants())[:MAX_VARIANTS]
         if left <= 0:
             return
+
+
+def _alike(mishap: Mishap, targets: dict[ast.AST, str]) -> Iterator[Mishap]:
+    """The same for the scalers that other runs create under the same name, with the same flag: one for FSDP, one for all else."""
+    name, flag = targets.get(mishap.node, ""), _flag(mishap.node)
+    for node in targets if name and flag else ():
+        if node is not mishap.node and targets[node] == name and _flag(node) == flag:
+            yield replace(mishap, node=node)
+
+
+def _flag(node: ast.AST) -> str:
+    """What enables a new scaler."""
+    is_scaler = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GradScaler")
+    flags = [k.value for k in node.keywords if k.arg == "enabled"] if isinstance(node, ast.Call) and is_scaler else []
+    return ast.unparse(flags[0]) if flags else ""
 
 
 def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list[Mishap]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulated_scripts import codes
+from simulated_scripts import codes, every_code
 
 CLASS = """\
 from dataclasses import dataclass
@@ -113,3 +113,14 @@ def test_a_disabled_scaler_is_not_none(scaler, expected):
     """A region that is on where there is a scaler object is on also where that is disabled."""
     made = CLASS.format(**DATACLASS, switch=True, default="fp16", format="str") + FUNCTION.format(scaler=scaler)
     assert codes(made) == expected
+
+
+def test_each_scaler_with_the_flag_is_reported():
+    """The one for FSDP, and the other one."""
+    made = script(DATACLASS)
+    own = '        self.scaler = torch.amp.GradScaler("cuda", enabled=settings.use_amp)\n'
+    sharded = "            self.scaler = ShardedGradScaler(enabled=settings.use_amp)\n"
+    other = own.replace("        ", "            ", 1)
+    head = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+    both = f"        if settings.strategy == 'fsdp':\n{sharded}        else:\n{other}"
+    assert every_code(head + made.replace(own, both)) == ["HS120", "HS120"]
