@@ -140,10 +140,15 @@ class Expressions(Decisions):
             return self.element(base, index)
         if isinstance(base, Class) and isinstance(index, str):  # of an enum
             return self.attribute(base, index, node)
-        if isinstance(base, Unknown) and is_plain(index):
-            name = index if isinstance(index, str) else repr(index)
-            return unknown(f"{base.key}.{name}")
+        if isinstance(base, Unknown | Library) and is_plain(index):
+            return self.foreign_element(base, index)
         return base if isinstance(base, Tensor | Params) else Unknown(self.path.fresh("element"))
+
+    def foreign_element(self, base: Unknown | Library, index: Any) -> Any:
+        """An element of a container of another file."""
+        if isinstance(base, Library):
+            return Unknown(self.path.fresh("element"))
+        return unknown(f"{base.key}.{index if isinstance(index, str) else repr(index)}")
 
     def element(self, base: dict[Any, Any] | list[Any] | tuple[Any, ...] | str, index: Any) -> Any:
         """An element of a container of the script's own; under a key that is not known, a run decides for one of them."""

@@ -27,6 +27,7 @@ from halfstep.check.simulation.values import (
 __all__ = ["Functions"]
 
 MAX_DEPTH = 14  # of calls
+_DATA = ("NamedTuple", "BaseModel", "BaseSettings")  # bases of classes that are created from their fields
 
 
 class Functions(Decisions):
@@ -159,7 +160,7 @@ class Functions(Decisions):
                 if not isinstance(value, Func):
                     instance.attributes[key] = value
         is_data = any("dataclass" in ast.unparse(d) for d in cls.node.decorator_list)
-        if is_data or any(ast.unparse(base).endswith("NamedTuple") for base in cls.node.bases):
+        if is_data or any(ast.unparse(base).endswith(_DATA) for base in cls.node.bases):
             # Any field may be given by the caller; what this call passes is known.
             for key in instance.attributes:
                 instance.attributes[key] = Unknown(f"{name}.{key}")

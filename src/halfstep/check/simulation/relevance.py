@@ -104,6 +104,8 @@ class Relevance:
         definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         self.classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        stored = [node for node in attributes if isinstance(node.ctx, ast.Store)]
+        self._filled = {node.attr for node in stored if not self._empties(node)}
         self._last_statements = {definition.body[-1] for definition in definitions}
         self.clears = any(map(_clears, attributes))
         self.reads_gradients = any(n.attr == "grad" and isinstance(n.ctx, ast.Load) for n in attributes)
@@ -123,6 +125,15 @@ class Relevance:
         )
         self._leaving = self._with_ancestors(node for node in nodes if leaves(node))
         self._live = self._names_that_decide(nodes, acting)
+
+    def _empties(self, node: ast.AST) -> bool:
+        """Whether an attribute is assigned None as it is written."""
+        value = getattr(self._parents.get(node), "value", ...)
+        return isinstance(value, ast.Constant) and value.value is None
+
+    def placeholders(self, attributes: dict[str, Any]) -> list[str]:
+        """The attributes of an object that are None until code of another file, such as a subclass, assigns them."""
+        return [name for name, value in attributes.items() if value is None and name not in self._filled]
 
     def _names_around(self, node: ast.AST) -> list[str]:
         names = []

@@ -25,11 +25,12 @@ from halfstep.check.simulation.library import Stopped
 from halfstep.check.simulation.paths import Exhausted, Path, Search
 from halfstep.check.simulation.records import Records
 from halfstep.check.simulation.relevance import Relevance
+from halfstep.check.simulation.settings.annotated import takes_settings
 from halfstep.check.simulation.settings.chosen import ChosenRun, is_command
 from halfstep.check.simulation.settings.offers import Offers, in_words, may_offer, strings_of_formats
 from halfstep.check.simulation.simulation import Simulation
 from halfstep.check.simulation.typed import Typed
-from halfstep.check.simulation.values import Class, Env, Func, Instance, Suspended
+from halfstep.check.simulation.values import Class, Env, Func, Instance, Suspended, Unknown
 
 __all__ = ["mishaps"]
 
@@ -58,6 +59,7 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in runs of a script; `table` maps local names to what they import."""
     branch_matches(tree)
     chosen = list(_mishaps_of_offers(tree, table)) if may_offer(table) else []
+    chosen += [other for mishap in chosen if mishap.code == "HS120" for other in _alike(mishap, _targets(tree))]
     write_members(tree)
     relevance, targets, records = Relevance(tree), _targets(tree), Records(tree)
     reported: set[ast.AST] = set()
@@ -87,7 +89,8 @@ def mishaps(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
 def _mishaps_of_offers(tree: ast.Module, table: dict[str, str]) -> Iterator[Mishap]:
     """The mistakes in the run with the defaults of the settings that a script offers, and in those with one precision setting changed."""
     relevance, targets, formats = Relevance(tree), _targets(tree), strings_of_formats(tree)
-    roots = (None, *(root for root in _roots(tree, relevance) if is_command(root)))
+    takers = takes_settings(tree)
+    roots = (None, *(root for root in _roots(tree, relevance) if root in takers or is_command(root)))
     offers = Offers({}, formats)
     waiting: list[dict[str, Any]] = [{}]
     reported: set[tuple[str, int]] = set()
@@ -110,9 +113,24 @@ def _mishaps_of_offers(tree: ast.Module, table: dict[str, str]) -> Iterator[Mish
                 if not chosen:
                     offers.add(own)
         if not chosen and offers.is_read:
-            waiting += [{name: value} for name, values in offers.others.items() for value in values][:MAX_VARIANTS]
+            waiting += list(offers.variants())[:MAX_VARIANTS]
         if left <= 0:
             return
+
+
+def _alike(mishap: Mishap, targets: dict[ast.AST, str]) -> Iterator[Mishap]:
+    """The same for the scalers that other runs create under the same name, with the same flag: one for FSDP, one for all else."""
+    name, flag = targets.get(mishap.node, ""), _flag(mishap.node)
+    for node in targets if name and flag else ():
+        if node is not mishap.node and targets[node] == name and _flag(node) == flag:
+            yield replace(mishap, node=node)
+
+
+def _flag(node: ast.AST) -> str:
+    """What enables a new scaler."""
+    is_scaler = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GradScaler")
+    flags = [k.value for k in node.keywords if k.arg == "enabled"] if isinstance(node, ast.Call) and is_scaler else []
+    return ast.unparse(flags[0]) if flags else ""
 
 
 def _mishaps_of(run: Simulation, tree: ast.Module, root: ast.AST | None) -> list[Mishap]:
@@ -156,6 +174,8 @@ def _call_method(run: Simulation, cls: Class, method: Func) -> None:
         run.roots |= {constructor.node}
         run.call_function(Func(constructor.node, constructor.env, instance, cls), [], {}, constructor.node)
     instance.is_built = True
+    for name in run.relevance.placeholders(instance.attributes):
+        instance.attributes[name] = Unknown(f"self.{name}")
     for _ in range(1 if run.relevance.has_training_loop(method.node) else NUM_CALLS):
         run.gradients.forget()
         run.call_function(Func(method.node, method.env, instance, cls), [], {}, method.node)

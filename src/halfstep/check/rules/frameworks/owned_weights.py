@@ -59,7 +59,9 @@ for x, y in loader:
     optimizer.step()
 """
 _OTHER_RUNS = regex(r"strateg|deepspeed|fsdp|lora|adapter|precision|infer|eval|test|export", re.IGNORECASE)
-_OPTION = regex(r"(args|opts?|cfg|config|hparams|flags|self\.args|self\.cfg)\.\w+")
+# Another run than the one of a flag: `cfg.precision` alone is not among them, which a comparison would follow.
+_OTHER_MODES = regex(r"strateg|deepspeed|fsdp|lora|adapter|infer|eval|test|export", re.IGNORECASE)
+_OPTION = regex(r"(self\.)?_?(args|opts?|cfgs?|config|hparams|flags)(\.\w+)+")
 _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
@@ -164,7 +166,7 @@ def _accelerate_scales(script: Script, cast: Cast) -> bool:
 
 def _is_option(guard: Guard) -> bool:
     """Whether a condition is one option of a run that trains, whatever the precision: `args.half_weights`."""
-    return guard.is_true and bool(_OPTION.fullmatch(guard.text)) and not _OTHER_RUNS.search(guard.text)
+    return guard.is_true and bool(_OPTION.fullmatch(guard.text)) and not _OTHER_MODES.search(guard.text)
 
 
 def _chosen_alike(script: Script, cast: Cast) -> tuple[str, str] | None:

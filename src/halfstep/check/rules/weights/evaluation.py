@@ -12,12 +12,13 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.exercise import is_exercise
 from halfstep.check.script.flow.sources import latest
 from halfstep.check.script.objects.expressions import arguments_of, conditions_of, options_of
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, casts_in, passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, VariableCast, base_of, cast_formats, passed_for
 from halfstep.check.script.objects.lifted import listed_models
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.trained.variable_casts import casts_in
 
 __all__ = ["RULES", "is_copied"]
 

@@ -78,7 +78,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         "https://github.com/pytorch/pytorch/issues/147437",
         "https://github.com/openai/CLIP/issues/83",
     )
-    words = ("clip.load(", "from clip import")  # whose weights are float16
+    words = ("clip.load(", "from clip import", "get_rudalle_model")  # whose weights are float16
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""

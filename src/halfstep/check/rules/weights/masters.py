@@ -26,6 +26,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.scope import default_of
 from halfstep.check.script.syntax.unstepped import never_steps, trains_nothing
+from halfstep.check.script.trained.variable_casts import conditions_of_cast
 from halfstep.check.settings import Settings
 
 __all__ = ["RULES", "TRAINER", "anchor", "choices_of", "is_stepped", "remedy", "subject", "when"]
@@ -55,7 +56,7 @@ _FAR = 5  # lines
 
 def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     """The condition under which a cast happens and its model is trained, as the beginning of a message."""
-    conditions = conditions_of(script.outline, cast.node)
+    conditions = conditions_of_cast(script.outline, cast.node)
     if cast.dtype is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
         conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, cast.dtype))))
     conditions = tuple(guard for guard in conditions if not guard.text.startswith("__name__"))

@@ -41,6 +41,8 @@ _PRESERVES_DTYPE = {
 
 _KEEPS = {"numpy", "tolist", "item", "log", "append", "extend"}
 _SAME_VALUE = {"detach", "cpu", "float", "squeeze", "view", "reshape", "flatten", "data"}
+_SHAPES = _SAME_VALUE - {"float", "data", "cpu"}
+_ACTIVATIONS = {"sigmoid", "softmax"}
 _PRODUCTS = frozenset({"torch.matmul", "torch.bmm"})
 _NUMBER = regex(r"^[\d.e-]+$|scale|scaling|dim|d_k|d_head|sqrt|temperature")
 _ROOTS = regex(r"(^|\.)(sqrt|float|int)$")
@@ -118,6 +120,8 @@ class ReductionInHalf(ScriptRule):
                         f"`{name}` computes in float16: {cause}",
                         instead=f"cast its input: `{text_of(value)}.float()`",
                     )
+                elif name == "sum" and value is not None and script.autocasts and _is_over_pixels(call):
+                    yield from self._check_sum(script, call, value, function)
                 elif name == "softmax" and value is not None and script.autocasts and _is_kept(script, call, function):
                     yield from self._check_exit(script, call, value, function)
         yield from self._check_losses(script)
@@ -127,7 +131,8 @@ class ReductionInHalf(ScriptRule):
         for (call, function), reduced in summing_losses(script) if script.autocasts else ():
             if in_autocast(script, call, function):
                 continue
-            exit_ = leaves_autocast(script, call.args[0], function, call.lineno)
+            output = _behind_activation(script, call.args[0], function, call.lineno) or call.args[0]
+            exit_ = leaves_autocast(script, output, function, call.lineno)
             if exit_ is not None and exit_.formats == {"float16"}:
                 unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
                 yield self.finding(
@@ -135,6 +140,21 @@ class ReductionInHalf(ScriptRule):
                     f"`{text_of(reduced)}` ({script.at(reduced)}) sums in float16{unless} ({exit_.cause}): a sum overflows beyond 65504",
                     instead=f"compute the loss inside the region, or of `{text_of(call.args[0])}.float()`",
                 )
+
+    def _check_sum(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
+        """A sum over the pixels of probabilities whose logits were computed in an autocast region that has ended."""
+        logits = _behind_activation(script, value, function, call.lineno)
+        if logits is None or with_autocast(script, call, function):
+            return
+        exit_ = leaves_autocast(script, logits, function, logits.lineno)
+        if exit_ is not None and exit_.formats == {"float16"}:
+            cause = exit_.cause.replace("this loss", "this sum")
+            unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+            yield self.finding(
+                script.where(call),
+                f"`{text_of(call)}` sums in float16{unless} ({cause}): it is inf above 65504, as for the pixels of a mask of 256 x 256",
+                instead=f"cast the logits with `{text_of(logits)}.float()`",
+            )
 
     def _check_exit(self, script: Script, call: ast.Call, value: ast.expr, function: Function) -> Iterator[Finding]:
         """A softmax after an autocast region of the logits that were computed in it."""
@@ -149,6 +169,38 @@ class ReductionInHalf(ScriptRule):
                 f"the probabilities are computed in float16{unless} ({cause}): they have three digits, and those below 6e-8 are zero",
                 instead="cast the logits with .float() before the softmax",
             )
+
+
+def _is_over_pixels(call: ast.Call) -> bool:
+    """Whether a sum is over all dimensions, or at least two of them."""
+    func = call.func
+    is_function = isinstance(func, ast.Attribute) and key_of(func.value) == "torch"
+    dims = argument(call, 1 if is_function else 0, "dim")
+    return dims is None or (isinstance(dims, ast.Tuple | ast.List) and len(dims.elts) > 1)
+
+
+def _behind_activation(script: Script, node: ast.expr, function: Function, line: int) -> ast.expr | None:
+    """The logits whose sigmoid or softmax a value is, but for its shape; None if it is neither."""
+    is_activated = False
+    for _ in range(_MAX_STEPS):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_torch = script.outline.names.full(node.func).startswith("torch.")
+            inner = argument(node, 0, "input") if is_torch else node.func.value
+            if node.func.attr not in _SHAPES | _ACTIVATIONS or argument(node, None, "dtype") or inner is None:
+                return None
+            is_activated = is_activated or node.func.attr in _ACTIVATIONS
+            node = inner
+        elif isinstance(node, ast.Subscript):
+            node = node.value
+        elif not isinstance(node, ast.Name) or is_activated:
+            return node if is_activated else None
+        else:
+            bindings = latest(script.outline, node.id, function, line)
+            value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+            if value is None:
+                return None
+            node, line = value, getattr(bindings[0].node, "lineno", 0)
+    return None
 
 
 def _is_kept(script: Script, call: ast.Call, function: Function) -> bool:

@@ -42,6 +42,12 @@ _NORMS = {"pow", "square", "abs"}
 _OF_LOSS = regex(r"(^|[._])loss")
 _OF_ERROR = regex(r"(huber|mse|l1|l2)(_loss)?$")  # functions of the script's own
 _TARGET = regex(r"(^|[._])(y|gt|targets?|labels?|truth|returns?|y_true|rewards?)($|[_\d])")
+MAX_STEPS = 10  # between a loss and the cast of its target
+# Values that these give are the values that they get.
+_KEEPS = {
+    "clamp", "clip", "clone", "contiguous", "detach", "flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view", "cuda",
+    "cpu", "to", "flip", "expand",
+}  # fmt: skip
 _CASTS = {"to", "half", "bfloat16", "float", "type"}
 
 
@@ -85,10 +91,17 @@ class RoundedTargets(ScriptRule):
         """Regression losses in training whose target is a cast to 16 bits."""
         if not script.has("backward", "owned_backward"):
             return
+        rounded: set[ast.Call] = set()
         for node, out, target, function in (*_regressions(script), *_written_out(script)):
             line = getattr(node, "lineno", 0)
             formats = _cast_of(script, target, function, line)
-            if not formats or in_no_grad(script, node):
+            if in_no_grad(script, node):
+                continue
+            if not formats:
+                cast = _rounded_before(script, target, function, line)
+                if cast is not None and cast not in rounded:
+                    rounded.add(cast)
+                    yield self._report_earlier(script, node, target, cast)
                 continue
             low = formats & SIXTEEN_BIT
             name = " or ".join(sorted(low))
@@ -104,6 +117,43 @@ class RoundedTargets(ScriptRule):
             if isinstance(node, ast.Call):
                 instead = f"{text_of(node.func)}({_base(out)}.float(), {_base(target)}.float())"
             yield self.finding(script.where(node), effect, instead=instead)
+
+    def _report_earlier(self, script: Script, node: ast.AST, target: ast.expr, cast: ast.Call) -> Finding:
+        name = text_of(_chosen_of(cast)).rpartition(".")[2] or last_name(text_of(cast.func))
+        return self.finding(
+            script.where(node),
+            f"the target `{_base(target)}` was rounded by `.{last_name(text_of(cast.func))}` ({script.at(cast)}, {name}): float32 does not "
+            "restore its bits",
+            instead="keep the target in float32, and cast what the model gets",
+        )
+
+
+def _rounded_before(script: Script, node: ast.expr | None, function: Function, line: int) -> ast.Call | None:
+    """The cast to 16 bits of a target that has float32 again at the loss: `x = x.bfloat16()`, `loss(out, x.float())`."""
+    for _ in range(MAX_STEPS):
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            formats = cast_formats(script.outline, node, function)
+            if formats and formats <= SIXTEEN_BIT:
+                return node
+            if formats - {"float32"} or (not formats and node.func.attr not in _KEEPS):
+                return None
+            node = node.func.value
+        elif isinstance(node, ast.Name):
+            bindings = latest(script.outline, node.id, function, line)
+            if len(bindings) == 1 and bindings[0].index is None:
+                node, line = bindings[0].value, getattr(bindings[0].node, "lineno", 0)
+                continue
+            is_param = not bindings and node.id in function.params
+            passed = list(script.outline.passed(node.id, function)) if is_param else []
+            if len(passed) != 1:
+                return None
+            node, function = passed[0]
+            line = getattr(node, "lineno", 0)
+        else:
+            return None
+    return None
 
 
 def _regressions(script: Script) -> Iterator[Loss]:

@@ -27,6 +27,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline, last_name_of
 from halfstep.check.script.syntax.scope import Binding
+from halfstep.check.script.trained.variable_casts import conditions_of_cast
 
 __all__ = ["logit_formats"]
 
@@ -275,7 +276,7 @@ def _weight_formats(
     if not all(_is_for_training(script.outline, c, call, function) for c in casts):
         return _NOTHING
     formats = _NOTHING.union(*(c.formats for c in casts))
-    return formats | {UNKNOWN} if any(conditions_of(script.outline, c.node) for c in casts) else formats
+    return formats | {UNKNOWN} if any(conditions_of_cast(script.outline, c.node) for c in casts) else formats
 
 
 def _loaded_formats(script: Script, model: ast.expr, function: Function, *, is_adapted: bool = False) -> frozenset[str]:
@@ -294,7 +295,7 @@ def _loaded_formats(script: Script, model: ast.expr, function: Function, *, is_a
     if not loads or is_open or len(lineage.casts) != len(loads) + len(casts):
         return _NOTHING
     if casts:
-        decided = all(c.is_certain and not conditions_of(outline, c.node) for c in casts)
+        decided = all(c.is_certain and not conditions_of_cast(outline, c.node) for c in casts)
         return _NOTHING.union(*(c.formats for c in casts)) if decided else _NOTHING
     merged = _NOTHING.union(*(_load_formats(script, c) for c in loads))
     return merged if merged <= SIXTEEN_BIT | {"float32"} else _NOTHING
@@ -332,7 +333,7 @@ def _called_formats(script: Script, call: ast.Call, function: Function) -> froze
         return _NOTHING
     is_known = bool(lineage.creations) and all(keeps_dtype(script, c) for c in lineage.creations)
     # An option may choose the format: `model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype])`.
-    conditional = any(not c.is_certain or conditions_of(outline, c.node) for c in lineage.casts)
+    conditional = any(not c.is_certain or conditions_of_cast(outline, c.node) for c in lineage.casts)
     formats = _NOTHING.union(*(c.formats for c in lineage.casts))
     if not all(c.low and c.formats <= SIXTEEN_BIT | {"float32"} for c in lineage.casts):
         return _NOTHING

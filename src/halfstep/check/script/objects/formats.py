@@ -8,7 +8,6 @@ possibility in the text counts, and "?" stands for those that are not in it.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ __all__ = [
     "assigned",
     "base_of",
     "cast_formats",
-    "casts_in",
     "entries_named",
     "formats_of",
     "is_written",
@@ -348,53 +346,3 @@ def base_of(node: ast.expr) -> ast.expr:
             break
         node = node.func.value
     return node
-
-
-def casts_in(outline: Outline) -> Iterator[VariableCast]:
-    """Every call of a file that casts a variable in place."""
-    for name in ("half", "bfloat16", "to", "float", "type"):
-        for call, function in outline.calls.get(name, ()):
-            key = key_of(base_of(call))
-            formats = cast_formats(outline, call, function) if key else frozenset()
-            for variable in _iterated(outline, call, function, key) if formats else ():
-                yield VariableCast(call, function, variable, formats)
-    yield from _assigned_states(outline)
-
-
-def _iterated(outline: Outline, call: ast.Call, function: Function, key: str) -> list[str]:
-    """The variables of `for m in (encoder, decoder): m.half()`, also of a list or dictionary; `key` itself without such a loop."""
-    loop, tests = outline.parents.get(call), set()
-    while isinstance(loop, (ast.Expr, ast.Assign, ast.If)):
-        tests |= {text_of(loop.test)} if isinstance(loop, ast.If) else set()
-        loop = outline.parents.get(loop)
-    names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)} if isinstance(loop, ast.For) else set()
-    chosen = [t for t in tests - {key, f"{key} is not None"} if names & set(re.findall(r"\w+", t))]
-    if not isinstance(loop, ast.For) or chosen:  # `if name != "unet":` leaves some out
-        return [key]
-    target, source = loop.target, loop.iter
-    if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and not source.args:
-        target = target.elts[-1] if source.func.attr == "items" and isinstance(target, ast.Tuple) else target
-        source = source.func.value if source.func.attr in {"items", "values"} else source
-    values = outline.values(key_of(source), function) if key_of(source) else [source]
-    models = values[0] if len(values) == 1 and key_of(target) == key else None
-    if isinstance(models, (ast.Tuple, ast.List)):
-        return [name for name in map(key_of, models.elts) if name]
-    if isinstance(models, ast.Dict) and source is not loop.iter:
-        entries = [f"{key_of(source)}[{constant(k)!r}]" for k in models.keys if isinstance(constant(k), str)]
-        return [*filter(None, map(key_of, models.values)), *entries]
-    return [key]
-
-
-def _assigned_states(outline: Outline) -> Iterator[VariableCast]:
-    """Casts of the values of a state dict, `state[k] = v.half()`, that `load_state_dict(state, assign=True)` makes the weights."""
-    for load, function in outline.calls.get("load_state_dict", ()):
-        owner = key_of(load.func.value) if isinstance(load.func, ast.Attribute) else ""
-        if not owner or constant(argument(load, 2, "assign")) is not True:
-            continue
-        for name in ("half", "bfloat16", "to"):
-            for call, scope in outline.calls.get(name, ()):
-                parent = outline.parents.get(call)
-                is_item = isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript)
-                formats = cast_formats(outline, call, scope)
-                if (is_item or isinstance(parent, ast.DictComp)) and formats & SIXTEEN_BIT:
-                    yield VariableCast(call, function, owner, formats)

@@ -32,7 +32,6 @@ from halfstep.check.script.objects.formats import (
     VariableCast,
     base_of,
     cast_formats,
-    casts_in,
     entries_named,
     formats_of,
     is_written,
@@ -57,6 +56,7 @@ from halfstep.check.script.trained.places import (
     passed_as,
     place_of,
 )
+from halfstep.check.script.trained.variable_casts import casts_in, swept_model
 
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
@@ -342,11 +342,11 @@ def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Fu
         return
     scope = target if is_module and target is not None else function
     for cast in ast.walk(target.node) if is_module and target is not None else ():  # `self.to(torch.bfloat16)`
-        is_own = (
-            isinstance(cast, ast.Call) and isinstance(cast.func, ast.Attribute) and key_of(cast.func.value) == "self"
-        )
-        formats = cast_formats(lineage.outline, cast, scope) if is_own and isinstance(cast, ast.Call) else frozenset()
-        if isinstance(cast, ast.Call) and formats & SIXTEEN_BIT:
+        if not isinstance(cast, ast.Call) or not isinstance(cast.func, ast.Attribute):
+            continue
+        formats = cast_formats(lineage.outline, cast, scope)
+        is_own = key_of(cast.func.value) == "self" or swept_model(lineage.outline, cast) == "self"
+        if formats & SIXTEEN_BIT and is_own:
             lineage.casts.append(Cast(cast, scope, name, formats, "cast"))
             return
     layer = low_layer(lineage.outline, target.node if is_module and target is not None else call, scope)

@@ -32,5 +32,5 @@ def library_formats(outline: Outline, call: ast.Call, function: Function) -> fro
     if full in _OPEN_CLIP:
         precision = constant(argument(call, 2, "precision"))
         return frozenset({_PRECISIONS[precision]}) if precision in _PRECISIONS else frozenset()
-    flag = argument(call, None, _FLAGS[full]) if full in _FLAGS else None
+    flag = argument(call, 2, _FLAGS[full]) if full in _FLAGS else None
     return frozenset({"float16"}) if constant(flag) is True else frozenset()

@@ -8,12 +8,12 @@ the methods of an enum, the flag of a scaler.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.check.regex import regex
+from halfstep.check.simulation.settings.annotated import annotations_of, is_settings, names_in
 from halfstep.check.simulation.settings.enums import Enums, is_enum
+from halfstep.check.simulation.settings.foreign_formats import ForeignFormats
 from halfstep.check.simulation.settings.offers import Offers
 from halfstep.check.simulation.typed import Typed
 from halfstep.check.simulation.values import (
@@ -38,7 +38,6 @@ _CREATES = {"cli", "parse", "parse_args", "structured", "from_cli", "parse_args_
 _CALLS = {"fire.Fire", "typer.run", "tyro.cli"}
 _OPTIONS = {"option", "argument"}
 _COMMANDS = {"command", "option", "argument"}
-_CONFIG = regex(r"conf|cfg|arg|opt(ion)?s?$|setting|param|flags|recipe", re.IGNORECASE)
 _OF_SCALERS = {"scale", "unscale_", "step", "update", "state_dict", "load_state_dict", "get_scale", "is_enabled"}
 _NONE = object()
 
@@ -59,12 +58,13 @@ class _Field:
         self.default = default
 
 
-class ChosenRun(Typed, Enums):
+class ChosenRun(Typed, Enums, ForeignFormats):
     """A run in which settings have values."""
 
     def __init__(self, offers: Offers, *args: Any) -> None:
         super().__init__(*args)
         self.offers = offers
+        self._passed: dict[Class, Instance] = {}  # the settings that another file passes
         self._namespace = Class(ast.ClassDef("Namespace", [], [], [], []), (Library("argparse.Namespace"),), {})
 
     def knows(self, test: ast.expr, env: Env) -> bool:
@@ -187,7 +187,7 @@ class ChosenRun(Typed, Enums):
             default = value.default if isinstance(value, _Field) else value
             if isinstance(default, Func) or key in passed or default is _NONE or isinstance(default, Unknown):
                 continue
-            is_setting = _CONFIG.search(cls.node.name)
+            is_setting = is_settings(cls.node)
             made.attributes[key] = self._setting(key, default, self._literals(cls, key)) if is_setting else default
         made.is_built = True
         last = cls.lookup("__post_init__")
@@ -208,6 +208,8 @@ class ChosenRun(Typed, Enums):
     def bind(self, function: Func, args: list[Any], kwargs: dict[str, Any]) -> Env:
         """The variables of a function; those of a command have the values of its options."""
         env = super().bind(function, args, kwargs)
+        if self.is_root(function):
+            self._pass_settings(function, env)
         decorators = function.node.decorator_list if not isinstance(function.node, ast.Lambda) else []
         names = {_name(d.func) for d in decorators if isinstance(d, ast.Call)}
         is_main = not args and not kwargs
@@ -231,6 +233,17 @@ class ChosenRun(Typed, Enums):
                 self._add(parser, flags, more, each)
         env.variables |= {key: value for key, value in parser.values.items() if key in env.variables}
         return env
+
+    def _pass_settings(self, function: Func, env: Env) -> None:
+        """The settings that another file passes are those of this run."""
+        for name, annotation in annotations_of(function.node):
+            made = (self.value(ast.Name(each, ast.Load()), function.env) for each in names_in(annotation))
+            cls = next((each for each in made if isinstance(each, Class) and is_settings(each.node)), None)
+            if cls is None or not isinstance(env.variables.get(name), Unknown):
+                continue
+            if cls not in self._passed:
+                self._passed[cls] = self.create(cls, [], {}, function.node)
+            env.variables[name] = self._passed[cls]
 
     # --- what is known now --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ A setting without choices is tried with the formats that the script names.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from halfstep.check.regex import regex
@@ -21,8 +21,12 @@ __all__ = ["FORMATS", "Offers", "in_words", "may_offer", "strings_of_formats"]
 _PRECISION = regex(
     r"(?<![a-z])amp(?![a-z])|fp_?16|bf_?16|half|precision|dtype|autocast|scaler|scaling|loss_scale|mixed|float16"
 )
-_HALF = ("fp16", "float16", "half", "16-mixed", "fp16-mixed", "f16", "torch.float16", "16")
-_BFLOAT = ("bf16", "bfloat16", "bf16-mixed", "torch.bfloat16")
+# Mixed precision as a whole, in whatever format.
+_SWITCH = regex(r"^(use_?|enable_?|with_?|is_?|do_?)?(amp|mixed_precision|autocast)(_enabled|_on|_training)?$")
+_HALF = ("fp16", "float16", "16-mixed", "torch.float16", "half", "fp16-mixed", "f16", "16")
+_BFLOAT = ("bf16", "bfloat16", "bf16-mixed", "torch.bfloat16")  # in the same order
+_TWINS = {**dict(zip(_HALF, _BFLOAT, strict=False)), **dict(zip(_BFLOAT, _HALF, strict=False))}
+_OF_REGIONS = regex(r"(amp|autocast|mixed_precision)_?(d?type|format)")  # a setting that exists because there are two
 FORMATS = {*_HALF, *_BFLOAT}
 MAX_VALUES = 3  # of one setting, other than its default
 _SOURCES = (
@@ -46,8 +50,7 @@ def may_offer(table: Mapping[str, str]) -> bool:
 
 def in_words(chosen: Mapping[str, Any]) -> str:
     """The settings of a run that differ from the defaults."""
-    parts = [f"with `{name}` {value!r}" for name, value in chosen.items()]
-    return " and ".join(parts)
+    return "with " + " and ".join(f"`{name}` {value!r}" for name, value in chosen.items())
 
 
 class Offers:
@@ -63,6 +66,13 @@ class Offers:
         """Add the settings that another run has met."""
         self.others |= other.others
         self.is_read = self.is_read or other.is_read
+
+    def variants(self) -> Iterator[dict[str, Any]]:
+        """The settings of further runs: one of precision changed, and where one turns mixed precision on, each format with it."""
+        yield from ({name: value} for name, values in self.others.items() for value in values)
+        switches = [name for name, values in self.others.items() if values == (True,) and _SWITCH.search(name.lower())]
+        formats = [(name, value) for name, values in self.others.items() for value in values if isinstance(value, str)]
+        yield from ({switch: True, name: value} for switch in switches for name, value in formats)
 
     def value(self, name: str, default: Any, choices: Iterable[Any] = ()) -> Any:
         """The value of a setting in this run."""
@@ -85,6 +95,8 @@ class Offers:
             choices = (
                 self.formats if default is None or default in FORMATS or "16" in default or "32" in default else ()
             )
+            if isinstance(default, str) and _OF_REGIONS.search(name.lower()):
+                choices = (*choices, *(twin for twin in (_TWINS.get(default),) if twin is not None))
         texts = [text for choice in choices if (text := _text(choice)) in FORMATS and text != _text(default)]
         return tuple(dict.fromkeys(texts))[:MAX_VALUES]
 
