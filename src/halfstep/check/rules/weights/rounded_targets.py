@@ -129,13 +129,13 @@ class RoundedTargets(ScriptRule):
 
 
 def _rounded_before(script: Script, node: ast.expr | None, function: Function, line: int) -> ast.Call | None:
-    """The cast to 16 bits of a target that has float32 again at the loss: `x = x.bfloat16()`, `loss(out, x.float())`."""
+    """The cast to bfloat16 of a target that has float32 again at the loss: `x = x.bfloat16()`, `loss(out, x.float())`."""
     for _ in range(MAX_STEPS):
         if isinstance(node, ast.Subscript):
             node = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             formats = cast_formats(script.outline, node, function)
-            if formats and formats <= SIXTEEN_BIT:
+            if formats == {"bfloat16"}:  # an image of 8 bits has as many in float16
                 return node
             if formats - {"float32"} or (not formats and node.func.attr not in _KEEPS):
                 return None
