@@ -32,6 +32,7 @@ def test_a_few_random_faults_are_all_named(program):
     check(program.outcomes(14, seed=11, compiled=False), share=1.0)
 
 
+@pytest.mark.slow
 def test_faults_of_compiled_models_are_named(program, monkeypatch):
     """By a replay in eager mode."""
     monkeypatch.setattr("halfstep.engine.compiling._options", lambda mode, budget: {"backend": "eager"})

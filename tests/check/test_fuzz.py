@@ -61,6 +61,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_take_a_bounded_amount_of_work(name):
     """What is quadratic or exponential in a careless reader ends after a few million lines of Python here."""

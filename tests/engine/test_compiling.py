@@ -142,7 +142,10 @@ def test_the_whole_model_is_compiled(monkeypatch, make, num_calls):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by its own compiler, in some versions
-@pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "fp16-lean", "bf16-lean,grads=bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16-lean", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp16-lean", "bf16-lean,grads=bf16"))],
+)
 def test_a_model_compiled_again_within_a_window_is_one_graph(precision):
     """Batches of two sizes and a validation between micro-batches recompile; weights with fp32 gradients still trace whole."""
     losses = []

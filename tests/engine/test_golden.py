@@ -41,7 +41,9 @@ def check_losses(case, path, num_steps):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("case", golden_runs.CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in LONG else pytest.mark.slow) for case in golden_runs.CASES]
+)
 def test_losses_are_within_the_spread_between_cpu_kinds(case, tmp_path):
     """40 losses per case, each as near to a recorded kind as the kinds are to each other; the tolerance grows with the steps."""
     check_losses(case, tmp_path / "checkpoint", 40)

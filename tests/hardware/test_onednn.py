@@ -78,6 +78,7 @@ def printed(tmp_path_factory):
     return {name: path.with_suffix(".py.err").read_text() for name, path in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_a_16_bit_product_prints_nothing(printed, name):
     """A program that multiplies in bf16 prints no warning on any CPU."""

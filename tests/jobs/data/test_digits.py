@@ -219,6 +219,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_digits_reaches_97_percent_in_fp32():
     """The embedded job learns: at least 97 % validation accuracy after 20 epochs."""

@@ -26,6 +26,7 @@ print("workers:", len(multiprocessing.active_children()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "left"), [("stopped", 0), ("plain", 2)])
 def test_workers_are_stopped_before_earlier_exit_functions_run(mode, left):
     """What torch has registered for its workers finds none of them; without the call it finds all."""

@@ -128,6 +128,7 @@ def test_runs_under_autocast_and_in_16_bit_weights(dtype):
     assert all(p.grad.dtype == dtype for p in lean.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiles_without_graph_breaks(checkpointing):
     """torch.compile traces the model as a single graph, also with activation checkpointing."""

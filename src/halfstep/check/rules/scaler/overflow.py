@@ -241,19 +241,22 @@ class OverflowRaises(TraceRule):
             if not after or function is None or after[0].loops != event.loops:
                 continue
             start, end = (getattr((*e.roots, e.node)[depth], "lineno", 0) for e in (event, after[0]))
-            places = [(line, n) for line, n in raising(script, function) if start < line < end]
-            places = places or list(_after_step(script, function, start, end))
+            raised = list(raising(script, function))
+            places = [(line, n) for line, n in raised if start < line < end]
+            places = places or list(_after_step(script, function, start, end, raised))
             if places:  # the first one ends the run; a test below it is not reached
                 return min(places, key=lambda item: item[0])[1]
         return None
 
 
-def _after_step(script: Script, function: Function, start: int, step: int) -> Iterator[tuple[int, ast.AST]]:
+def _after_step(
+    script: Script, function: Function, start: int, step: int, raised: list[tuple[int, ast.AST]]
+) -> Iterator[tuple[int, ast.AST]]:
     """What raises below a step, in its loop, for a norm that was measured between `unscale_` (line `start`) and the step."""
     inside = list(ast.walk(function.node))
     loops = [n for n in inside if isinstance(n, (ast.For, ast.AsyncFor, ast.While)) and n.lineno < start]
     end = min((n.end_lineno or 0 for n in loops if (n.end_lineno or 0) >= step), default=0)
-    later = [(line, place) for line, place in raising(script, function) if step < line <= end]
+    later = [(line, place) for line, place in raised if step < line <= end]
     if not later:
         return
     assigns = [n for n in inside if isinstance(n, ast.Assign) and start < n.lineno <= step]
