@@ -35,7 +35,9 @@ from halfstep.precision.policy import Policy
 __all__ = ["align_outputs", "aligned_row", "on_every_device"]
 
 MULTIPLE = 8  # 16-bit elements in 16 bytes
-LARGE = 2**34  # multiplications of a product; below, the copies and their launches take about as long as they save
+LARGE = (
+    2**34
+)  # multiplications of a product; an estimate of where the copies and their launches take as long as they save
 MOST_ROWS = 2**16  # of x: a layer whose weight is so small that more would be needed is left alone
 _INNER = "_halfstep_unaligned"  # what `bind_forward` stores in a layer
 _RAN = "_halfstep_aligned"  # an attribute of layers that have run so
@@ -47,11 +49,12 @@ _devices = {"cuda"}
 @contextlib.contextmanager
 def on_every_device() -> Iterator[None]:
     """Inside this block CPU tensors count as CUDA tensors: for the planner's fake ones, and for tests."""
+    before = set(_devices)
     _devices.add("cpu")
     try:
         yield
     finally:
-        _devices.discard("cpu")
+        _devices.intersection_update(before)
 
 
 def align_outputs(model: nn.Module, policy: Policy, undo: contextlib.ExitStack) -> None:
